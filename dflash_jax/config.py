@@ -1,0 +1,161 @@
+"""What a run can be told: one frozen dataclass per group of keys, each key with its meaning and its limits.
+
+This file says which keys exist; arguments.py reads them from a recipe and the command line. Nothing here
+imports jax, so that a wrong key is reported before any device is touched.
+"""
+
+import dataclasses
+from typing import Any
+
+MISSING = "???"  # OmegaConf's mark for a key without a default
+DTYPES = ("float32", "bfloat16")
+
+
+def option(
+    default: Any,
+    meaning: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field with its one-line meaning and the values it allows (limits inclusive)."""
+    metadata = {"meaning": meaning, "low": low, "high": high, "choices": choices}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """The frozen model whose decoding is to be sped up."""
+
+    path: str = option(MISSING, "model folder, .gguf file, or package:NAME/FILE inside a Python package")
+    dtype: str = option("bfloat16", "dtype of the target's weights and activations", choices=DTYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterSection:
+    """The model that is trained. Sizes left null are the target's own."""
+
+    layers: int = option(5, "transformer layers", low=1)
+    block_size: int = option(16, "slots of a block: the anchor and block_size - 1 proposals", low=2, high=256)
+    tap_count: int = option(5, "target layers that feed the drafter, placed by the published rule", low=1)
+    taps: list[int] | None = option(None, "target layers by index, instead of tap_count; the last is refused")
+    mask_token: int | None = option(None, "token id of MASK; null: first embedding row past the tokenizer", low=0)
+    mlp_width: int | None = option(None, "width of the MLP", low=1)
+    heads: int | None = option(None, "query heads", low=1)
+    kv_heads: int | None = option(None, "key/value heads", low=1)
+    head_width: int | None = option(None, "channels of a head", low=2)
+    rope_theta: float | None = option(None, "RoPE base", low=1.0)
+    sliding_layers: int = option(0, "leading layers with a sliding window; the others are full", low=0)
+    sliding_window: int | None = option(None, "keys that a sliding query sees, itself included", low=1)
+    is_causal: bool | None = option(None, "causal inside the block; null: sliding layers only")
+    vocab: int | None = option(None, "draft vocabulary: most frequent tokens the head covers; null: all", low=1)
+    dtype: str = option("bfloat16", "dtype of the drafter's activations; parameters are float32", choices=DTYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveSection:
+    """What the drafter learns from a batch."""
+
+    anchors: int = option(512, "blocks per row and step", low=1)
+    gamma: float | None = option(None, "decay of the slot weights; null: by block size (16: 7, 10: 5, 8: 4)", low=1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimSection:
+    """AdamW with warm-up and clipping."""
+
+    lr: float = option(6e-4, "peak learning rate", low=0.0)
+    b1: float = option(0.9, "AdamW decay of the first moment", low=0.0, high=1.0)
+    b2: float = option(0.95, "AdamW decay of the second moment", low=0.0, high=1.0)
+    eps: float = option(1e-8, "AdamW epsilon", low=0.0)
+    weight_decay: float = option(0.0, "AdamW weight decay", low=0.0)
+    warmup: float = option(0.04, "share of the steps with a rising learning rate", low=0.0, high=1.0)
+    schedule: str = option("cosine", "learning rate after warm-up", choices=("cosine", "constant"))
+    clip_norm: float = option(1.0, "global norm that gradients are clipped to", low=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSection:
+    """Conversations, answered by the target itself."""
+
+    train: str = option(MISSING, "JSONL of conversations to train on")
+    heldout: str | None = option(None, "JSONL of conversations that are never trained on")
+    buckets: list[int] = option([512, 1024, 2048, 3072], "row lengths in tokens; longer samples are left out")
+    tokens_per_batch: int = option(49152, "tokens of a batch, padding included, before rounding to rows", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSection:
+    """How long, and from which seed."""
+
+    epochs: int = option(6, "passes over the data", low=1)
+    steps: int | None = option(None, "optimizer steps; shortens or lengthens the run to just so many", low=1)
+    accumulate: int = option(1, "batches that make one optimizer step", low=1)
+    seed: int = option(0, "seed of initial weights, batch order and anchors", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineSection:
+    """How the two meshes are kept busy."""
+
+    look_ahead: int = option(2, "batches whose features are requested before the drafter needs them", low=0)
+    feature_cache_gib: float = option(0.0, "host memory for features of past passes; 0: none are kept", low=0.0)
+    read_threads: int = option(2, "threads that read records", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSection:
+    """What is kept on disk."""
+
+    every: int = option(500, "optimizer steps between checkpoints", low=1)
+    keep: int = option(2, "latest checkpoints that are kept", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSection:
+    """Teacher-forced evaluation on data.heldout while training."""
+
+    every: int = option(0, "optimizer steps between evaluations, step 0 included; 0: never", low=0)
+    anchors: int = option(64, "blocks per held-out row, the same ones each time", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A whole experiment."""
+
+    target: TargetConfig = dataclasses.field(default_factory=TargetConfig)
+    drafter: DrafterSection = dataclasses.field(default_factory=DrafterSection)
+    objective: ObjectiveSection = dataclasses.field(default_factory=ObjectiveSection)
+    optim: OptimSection = dataclasses.field(default_factory=OptimSection)
+    data: DataSection = dataclasses.field(default_factory=DataSection)
+    train: TrainSection = dataclasses.field(default_factory=TrainSection)
+    pipeline: PipelineSection = dataclasses.field(default_factory=PipelineSection)
+    checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
+    eval: EvalSection = dataclasses.field(default_factory=EvalSection)
+    mesh: str = option(MISSING, "device layout: a name in meshes/ or a YAML file")
+    out: str = option(MISSING, "run directory, made if it does not exist")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshPart:
+    """One of the two meshes: which devices, and the sizes of its axes (their product is the device count)."""
+
+    devices: list[int] = option(MISSING, "device indices, in mesh order")
+    axes: dict[str, int] = option(MISSING, "sizes of the mesh axes by name; `data` splits the rows of a batch")
+    rules: dict[str, str] = dataclasses.field(
+        default_factory=dict,
+        metadata={"meaning": "weight axis -> mesh axis; axes that are not named are replicated"},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshLayout:
+    """Which devices run the target and which train the drafter."""
+
+    target: MeshPart = dataclasses.field(default_factory=MeshPart)
+    drafter: MeshPart = dataclasses.field(default_factory=MeshPart)
+    platform: str | None = option(None, "`cpu` makes virtual devices; null: whatever jax finds", choices=("cpu",))
+    device_count: int = option(MISSING, "devices that the layout needs, idle ones included", low=1)

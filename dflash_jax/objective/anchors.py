@@ -1,0 +1,69 @@
+"""Where blocks start, and what their slots must predict.
+
+An anchor a is valid if tokens a and a + 1 are both supervised and in one document: at inference the anchor is
+always a generated token, and a block whose first proposal is not generated text never occurs. Blocks may run
+over the end of the text; the slots past it carry no label (semantics.md T11-T13).
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def valid_anchors(loss_mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """[B, S] bool: positions where a block may start. loss_mask: [B, S] bool; segment_ids: [B, S], 0 = pad."""
+    same = (segment_ids[:, :-1] == segment_ids[:, 1:]) & (segment_ids[:, :-1] != 0)
+    pair = loss_mask[:, :-1] & loss_mask[:, 1:] & same
+    return jnp.pad(pair, ((0, 0), (0, 1)))
+
+
+def row_keys(seed: int, epochs: jax.Array, record_ids: jax.Array) -> jax.Array:
+    """One random key per row [B], a function of (seed, epoch, record id) alone.
+
+    So a row's anchors do not depend on the batch, the mesh or the host that it is on, and nothing random
+    has to be saved.
+    """
+    key = jax.random.key(seed)
+    return jax.vmap(lambda epoch, record: jax.random.fold_in(jax.random.fold_in(key, epoch), record))(
+        epochs, record_ids
+    )
+
+
+def draw_anchors(keys: jax.Array, valid: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Draw up to `count` anchors per row, uniformly and without replacement.
+
+    keys: [B]; valid: [B, S] bool. Returns anchors [B, A] int32, ascending, and kept [B, A] bool; A is `count`,
+    and entries that are not kept (rows with fewer valid positions) hold 0.
+    """
+    width = valid.shape[1]
+    scores = jax.vmap(lambda key: jax.random.uniform(key, (width,)))(keys)
+    scores = jnp.where(valid, scores, -1.0)
+    if count > width:
+        scores = jnp.pad(scores, ((0, 0), (0, count - width)), constant_values=-1.0)
+    best, index = jax.lax.top_k(scores, count)
+    index = jnp.sort(jnp.where(best >= 0, index, width), axis=1)
+    kept = index < width
+    return jnp.where(kept, index, 0).astype(jnp.int32), kept
+
+
+def block_labels(
+    tokens: jax.Array, loss_mask: jax.Array, segment_ids: jax.Array, *, anchors: jax.Array, kept: jax.Array, width: int
+) -> tuple[jax.Array, jax.Array]:
+    """Labels [B, A, W] int32 and their mask [B, A, W] bool; slot k of anchor a has label tokens[a + k].
+
+    The mask is the prefix product over slots 1.. of (in bounds, same document, supervised): a verify run
+    stops at the first position that is not generated text, so nothing behind it is learned. Slot 0 is
+    never a label.
+    """
+    length = tokens.shape[1]
+    index = anchors[:, :, None] + jnp.arange(width)
+    inside = index < length
+    index = jnp.minimum(index, length - 1)
+
+    def take(values: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row, at: row[at])(values, index)
+
+    segments = take(segment_ids)
+    good = inside & take(loss_mask) & (segments == segments[:, :, :1]) & kept[:, :, None]
+    good = good.at[:, :, 0].set(kept)
+    mask = jnp.cumprod(good, axis=-1).astype(bool).at[:, :, 0].set(False)
+    return take(tokens), mask

@@ -1,0 +1,143 @@
+"""The training objective of one batch: anchors -> blocks -> drafter -> frozen head -> weighted loss sums.
+
+    L = sum_{a, k} w_k mask_{a,k} CE(head(h_{a,k}), x_{a+k}) / sum_{a, k} w_k mask_{a,k}
+
+The two sums are returned, not their quotient; the step divides once, after adding over micro-batches.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.batch import Batch
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.objective.acceptance import Acceptance, acceptance
+from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
+from dflash_jax.objective.losses import cross_entropy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """The target's arrays that the drafter uses: embedding [V, D], head [V', D], draft_tokens [V'] or None.
+
+    With a draft vocabulary, head holds only the rows of draft_tokens (ascending token ids) and drafted
+    indices are looked up there; without one, head has all V rows and draft_tokens is None.
+    """
+
+    embedding: jax.Array
+    head: jax.Array
+    draft_tokens: jax.Array | None
+
+    def index_of(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rows of the head for tokens [...], and whether each token has one."""
+        if self.draft_tokens is None:
+            return tokens, jnp.ones(tokens.shape, bool)
+        index = jnp.minimum(jnp.searchsorted(self.draft_tokens, tokens), self.draft_tokens.shape[0] - 1)
+        return index, self.draft_tokens[index] == tokens
+
+    def tokens_of(self, index: jax.Array) -> jax.Array:
+        """Token ids of head rows [...]."""
+        return index if self.draft_tokens is None else self.draft_tokens[index]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., V'] float32 logits of drafter states [..., D]."""
+        head = self.head.astype(hidden.dtype)
+        return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossSums:
+    """loss: sum of weighted losses; weight: sum of weights; acceptance: its sums. All float32."""
+
+    loss: jax.Array
+    weight: jax.Array
+    acceptance: Acceptance
+
+    def __add__(self, other: "LossSums") -> "LossSums":
+        return jax.tree.map(lambda a, b: a + b, self, other)
+
+
+def embed_blocks(tokens: jax.Array, frozen: Frozen, *, block_size: int, mask_token: int) -> jax.Array:
+    """[..., W, D] embeddings of the blocks [x_a, MASK, .. MASK] of anchor tokens [...]."""
+    slots = jnp.full((*tokens.shape, block_size), mask_token, tokens.dtype).at[..., 0].set(tokens)
+    return frozen.embedding[slots]
+
+
+def block_states(
+    drafter: Drafter, batch: Batch, features: jax.Array, frozen: Frozen, *, anchors: jax.Array, kept: jax.Array
+) -> jax.Array:
+    """Drafter states [B, A, W, D] of every block of a batch, each exactly as inference would compute it.
+
+    features: [B, S, T * E] of the target, in the dtype to compute in; anchors, kept: [B, A].
+    """
+    config, length = drafter.config, batch.tokens.shape[1]
+
+    def at_anchor(values: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(values, anchors, axis=1)
+
+    block = embed_blocks(
+        at_anchor(batch.tokens), frozen, block_size=config.block_size, mask_token=config.mask_token
+    ).astype(features.dtype)
+    positions = at_anchor(batch.positions)[:, :, None] + jnp.arange(config.block_size)
+    # TRAP: strictly before the anchor; at inference the anchor's own features do not exist yet.
+    before = jnp.arange(length)[None, None, :] < anchors[:, :, None]
+    same = batch.segment_ids[:, None, :] == at_anchor(batch.segment_ids)[:, :, None]
+    visible = before & same & kept[:, :, None]
+    context = drafter.context(features, batch.positions)
+    return drafter(block, positions, context, visible=visible, context_positions=batch.positions)
+
+
+def block_loss(
+    drafter: Drafter,
+    batch: Batch,
+    features: jax.Array,
+    frozen: Frozen,
+    *,
+    slot_weights: jax.Array,
+    anchor_count: int,
+    seed: int,
+) -> LossSums:
+    """Loss and acceptance sums of one batch with freshly drawn anchors.
+
+    features: [B, S, T * E]; slot_weights: [W] float32 with 0 for slot 0; seed: of the anchors' draw.
+    """
+    valid = valid_anchors(batch.loss_mask, batch.segment_ids)
+    keys = row_keys(seed, batch.epochs, batch.record_ids)
+    anchors, kept = draw_anchors(keys, valid, anchor_count)
+    return anchored_loss(
+        drafter, batch, features, frozen, slot_weights=slot_weights, anchors=anchors, kept=kept
+    )
+
+
+def anchored_loss(
+    drafter: Drafter,
+    batch: Batch,
+    features: jax.Array,
+    frozen: Frozen,
+    *,
+    slot_weights: jax.Array,
+    anchors: jax.Array,
+    kept: jax.Array,
+) -> LossSums:
+    """`block_loss` at given anchors [B, A]; blocks with kept [B, A] False weigh nothing."""
+    width = drafter.config.block_size
+    labels, mask = block_labels(
+        batch.tokens, batch.loss_mask, batch.segment_ids, anchors=anchors, kept=kept, width=width
+    )
+    hidden = block_states(drafter, batch, features, frozen, anchors=anchors, kept=kept)
+    # Slot 0 predicts nothing, so the head never sees it.
+    hidden, labels, mask = hidden[:, :, 1:], labels[:, :, 1:], mask[:, :, 1:]
+    with jax.named_scope("head"):
+        logits = frozen.logits(hidden)
+        index, known = frozen.index_of(labels)
+        losses = cross_entropy(logits, index)
+        drafted = frozen.tokens_of(jnp.argmax(logits, axis=-1))
+    weights = slot_weights[1:] * (mask & known)
+    return LossSums(
+        loss=(weights * losses).sum(),
+        weight=weights.sum(),
+        acceptance=acceptance(drafted, labels, mask),
+    )

