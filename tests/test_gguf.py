@@ -93,6 +93,7 @@ def test_config_of_tiny_file(tmp_path: pathlib.Path):
     path = _write(tmp_path / "tiny.gguf", arrays={"output.weight": _rows(0)})
     assert gguf.read_config(path) == {
         "model_type": "llama",
+        "hidden_act": "silu",
         "vocab_size": 6,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -168,7 +169,7 @@ def test_absent_metadata_is_named(tmp_path: pathlib.Path, absent: str):
         ({"arrays": {"rope_freqs.weight": _rows(1)}}, r"rope_freqs\.weight"),
         ({"arrays": {"blk.0.attn_q.bias": _rows(1)}}, r"'blk\.0\.attn_q\.bias'"),
         ({"arrays": {"blk.0.ffn_gate_exps.weight": _rows(1)}}, r"'blk\.0\.ffn_gate_exps\.weight'"),
-        ({"arrays": {"blk.{}.ffn_up.weight": _rows(1)}}, r"'blk\.\{\}\.ffn_up\.weight'"),
+        ({"arrays": {"blk.1.ffn_up.weight": _rows(1)}}, r"'blk\.1\.ffn_up\.weight'"),  # of one layer
     ],
 )
 def test_unsupported_files_are_refused(
@@ -184,6 +185,12 @@ def test_quantisation_that_the_package_cannot_undo_is_refused(tmp_path: pathlib.
     raw = {"token_embd.weight": (bytes(8), (1, 8), GGMLQuantizationType.I8)}
     path = _write(tmp_path / "tiny.gguf", quantised=raw)
     with pytest.raises(UserError, match=r"token_embd\.weight is quantised as I8"):
+        next(gguf.tensors(path))
+
+
+def test_heads_of_another_width_are_refused(tmp_path: pathlib.Path):
+    path = _write(tmp_path / "tiny.gguf", arrays={"blk.0.attn_k.weight": _rows(0, 2, 4, 1, 3, 5)})
+    with pytest.raises(UserError, match=r"blk\.0\.attn_k\.weight has 6 rows, not 1 heads of 4"):
         next(gguf.tensors(path))
 
 

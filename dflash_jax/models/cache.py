@@ -34,9 +34,20 @@ class KVCache:
         """Let `count` [B] more of the written tokens of each row count."""
         return dataclasses.replace(self, lengths=self.lengths + count)
 
+    def write(self, new: tuple[tuple[jax.Array, jax.Array], ...], starts: jax.Array) -> Self:
+        """Write per-layer keys and values [B, S, K, H] from position starts [B] of each row on."""
+        rows = tuple(
+            (write_rows(keys, k, starts), write_rows(values, v, starts))
+            for (keys, values), (k, v) in zip(self.layers, new, strict=True)
+        )
+        return dataclasses.replace(self, layers=rows)
+
 
 def write_rows(cached: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array:
-    """Write new [B, S, K, H] into cached [B, T, K, H] from position starts [B] of each row on."""
+    """Write new [B, S, K, H] into cached [B, T, K, H] from position starts [B] of each row on.
+
+    TRAP: a start past T - S is moved back silently, so a cache needs room for whole steps past its last token.
+    """
 
     def one(row, update, start):
         return jax.lax.dynamic_update_slice(row, update.astype(row.dtype), (start, 0, 0))

@@ -160,6 +160,11 @@ def _dequantised(
             ) from error
         for projection, count in heads.items():
             if f".{projection}." in name:
+                if weight.shape[0] != count * head_dim:
+                    raise UserError(
+                        f"{path}: {tensor.name} has {weight.shape[0]} rows, not {count} heads of {head_dim}; "
+                        "heads that are rotated in part are not supported"
+                    )
                 weight = _halves(weight, count, head_dim)
         # Own memory: a float32 tensor would otherwise be a read-only window on the file.
         yield name, np.require(weight, np.float32, ["C", "W", "E"])
