@@ -45,7 +45,7 @@ def read_yaml(file: pathlib.Path) -> dict[str, Any]:
         tree = OmegaConf.to_container(OmegaConf.load(file))
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from None
-    except Exception as error:  # noqa: BLE001  the YAML reader raises errors of many kinds
+    except Exception as error:  # the YAML reader raises errors of many kinds
         raise UserError(f"{file}: not valid YAML ({_first_line(error)})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{file}: expected a mapping of keys, found {type(tree).__name__}")
@@ -63,7 +63,9 @@ def find_named(folder: str, name: str, *, key: str) -> pathlib.Path:
         if (place / f"{name}.yaml").is_file():
             return place / f"{name}.yaml"
     known = sorted({file.stem for place in places for file in place.glob("*.yaml")})
-    raise UserError(f"{key}: nothing named {name!r} in {folder}/{_suggestion(name, known)}; known: {', '.join(known)}")
+    raise UserError(
+        f"{key}: nothing named {name!r} in {folder}/{_suggestion(name, known)}; known: {', '.join(known)}"
+    )
 
 
 def build(schema: type[C], sources: Sequence[tuple[str, Mapping[str, Any]]]) -> C:
@@ -144,7 +146,9 @@ def _refuse_unknown(schema: type, tree: Mapping[str, Any], origin: str, prefix: 
 def _check_limits(key: str, value: Any, field: dataclasses.Field) -> None:
     allowed, low, high = (field.metadata.get(name) for name in ("choices", "low", "high"))
     if allowed and value is not None and value not in allowed:
-        raise UserError(f"{key}: found {value!r}{_suggestion(str(value), list(allowed))}; allowed: {', '.join(allowed)}")
+        raise UserError(
+            f"{key}: found {value!r}{_suggestion(str(value), list(allowed))}; allowed: {', '.join(allowed)}"
+        )
     if isinstance(value, int | float) and not isinstance(value, bool):
         inside = (low is None or value >= low) and (high is None or value <= high)
         if not inside or value != value:

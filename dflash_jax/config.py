@@ -60,7 +60,9 @@ class ObjectiveSection:
     """What the drafter learns from a batch."""
 
     anchors: int = option(512, "blocks per row and step", low=1)
-    gamma: float | None = option(None, "decay of the slot weights; null: by block size (16: 7, 10: 5, 8: 4)", low=1e-3)
+    gamma: float | None = option(
+        None, "decay of the slot weights; null: by block size (16: 7, 10: 5, 8: 4)", low=1e-3
+    )
 
 
 @dataclasses.dataclass(frozen=True)

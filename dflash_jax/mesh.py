@@ -42,7 +42,10 @@ def make_meshes(layout: MeshLayout, name: str) -> Meshes:
     target = _mesh(layout.target, devices[: layout.device_count], f"mesh {name}: target")
     drafter = _mesh(layout.drafter, devices[: layout.device_count], f"mesh {name}: drafter")
     return Meshes(
-        target, drafter, _rules(layout.target, f"mesh {name}: target"), _rules(layout.drafter, f"mesh {name}: drafter")
+        target,
+        drafter,
+        _rules(layout.target, f"mesh {name}: target"),
+        _rules(layout.drafter, f"mesh {name}: drafter"),
     )
 
 

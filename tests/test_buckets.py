@@ -17,7 +17,7 @@ def test_a_length_on_an_edge_belongs_below_it():
 def test_lengths_without_a_bucket():
     lengths = np.array([0, 5, 8192, 8193, 9000], np.int32)
     assert fits(lengths, EDGES).tolist() == [False, True, True, False, False]
-    with pytest.raises(UserError, match=r"2 records do not fit data.edges, which end at 8192.* 8193 to 9000"):
+    with pytest.raises(UserError, match=r"2 records do not fit data.buckets, which end at 8192.* 8193 to 9000"):
         bucket_of(lengths[1:], EDGES)
 
 

@@ -22,7 +22,7 @@ def bucket_of(lengths: np.ndarray, edges: Sequence[int]) -> np.ndarray:
     outside = lengths[~fits(lengths, edges)]
     if len(outside):
         raise UserError(
-            f"{len(outside)} records do not fit data.edges, which end at {edges[-1]}: their lengths run from "
+            f"{len(outside)} records do not fit data.buckets, which end at {edges[-1]}: their lengths run from "
             f"{outside.min()} to {outside.max()} tokens. Add a bucket, or leave these records out."
         )
     return np.searchsorted(edges, lengths, side="left").astype(np.int32)
@@ -45,5 +45,5 @@ def rows_per_batch(edges: Sequence[int], *, tokens_per_batch: int, data_axis: in
 
 def _checked(edges: Sequence[int]) -> Sequence[int]:
     if not len(edges) or edges[0] <= 0 or any(a >= b for a, b in itertools.pairwise(edges)):
-        raise UserError(f"data.edges must be positive and strictly increasing; found {list(edges)}.")
+        raise UserError(f"data.buckets must be positive and strictly increasing; found {list(edges)}.")
     return edges

@@ -42,9 +42,7 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, An
         if message["role"] != "assistant":
             continue
         if turn == 0:
-            raise UserError(
-                "The conversation begins with an assistant message; put the user's turn before it."
-            )
+            raise UserError("The conversation begins with an assistant message; put the user's turn before it.")
         prompt = _render(tokenizer, messages[:turn], answer_follows=True)
         upto = full if turn + 1 == len(messages) else _render(tokenizer, messages[: turn + 1])
         for shorter in (prompt, upto):
@@ -68,9 +66,7 @@ def _render(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, answer_follows: bool = False
 ) -> list[int]:
     if tokenizer.chat_template is None:
-        raise UserError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruct model's."
-        )
+        raise UserError(f"The tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruct model's.")
     try:
         return tokenizer.apply_chat_template(
             list(messages), tokenize=True, return_dict=False, add_generation_prompt=answer_follows

@@ -91,9 +91,7 @@ class BatchPlan:
         )
         self.batches_per_epoch = sum(self.batches_per_bucket)
         if not self.batches_per_epoch:
-            raise UserError(
-                "The data holds no record to train on; check the records and the filters on them."
-            )
+            raise UserError("The data holds no record to train on; check the records and the filters on them.")
         self.fingerprint = _fingerprint(lengths, taking_part, (*self.edges, -1, *self.rows, seed, epochs))
 
     def __len__(self) -> int:

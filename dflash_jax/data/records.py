@@ -3,6 +3,8 @@
     records-00000-of-00001.arrayrecord    record i: n_i tokens as little-endian int32, then the loss mask,
                                           one bit a token, first token in the lowest bit, ceil(n_i / 8) bytes
     lengths.npy                           [records] int32, the n_i
+    token_counts.npy                      [2, highest id + 1] int64: how often each token occurs, and how
+                                          often where it is supervised
     manifest.json                         the caller's entries and "records", "tokens", "digest"
 
 The digest is the sha256 over n_i (little-endian int32) and record i, for all i in order.
@@ -25,11 +27,10 @@ from dflash_jax.data.chat import Encoded
 from dflash_jax.errors import UserError
 
 RECORDS, LENGTHS, MANIFEST = "records-00000-of-00001.arrayrecord", "lengths.npy", "manifest.json"
+COUNTS = "token_counts.npy"
 
 
-def write_records(
-    directory: str | pathlib.Path, rows: Iterable[Encoded], *, manifest: dict[str, Any]
-) -> None:
+def write_records(directory: str | pathlib.Path, rows: Iterable[Encoded], *, manifest: dict[str, Any]) -> None:
     """Write the rows to a folder that appears whole or not at all.
 
     manifest: JSON entries to keep beside the records (source files, tokenizer, ...).
@@ -42,19 +43,19 @@ def write_records(
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         written = pathlib.Path(scratch) / "records"
         written.mkdir()
-        lengths, digest = _write_array_record(written / RECORDS, rows)
+        lengths, counts, digest = _write_array_record(written / RECORDS, rows)
         if not len(lengths):
-            raise UserError(
-                f"There are no records to write to {directory}; check the conversations and filters."
-            )
+            raise UserError(f"There are no records to write to {directory}; check the conversations and filters.")
         np.save(written / LENGTHS, lengths)
+        np.save(written / COUNTS, counts)
         totals = {"records": len(lengths), "tokens": int(lengths.sum(dtype=np.int64)), "digest": digest}
         (written / MANIFEST).write_text(json.dumps(manifest | totals, indent=2) + "\n")
         written.rename(directory)
 
 
-def _write_array_record(path: pathlib.Path, rows: Iterable[Encoded]) -> tuple[np.ndarray, str]:
+def _write_array_record(path: pathlib.Path, rows: Iterable[Encoded]) -> tuple[np.ndarray, np.ndarray, str]:
     lengths, digest = [], hashlib.sha256()
+    counts = np.zeros((2, 1), np.int64)
     # TRAP: only group_size 1 gives random access to single records without decoding their neighbours.
     writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
     try:
@@ -64,9 +65,19 @@ def _write_array_record(path: pathlib.Path, rows: Iterable[Encoded]) -> tuple[np
             digest.update(record)
             writer.write(record)
             lengths.append(len(row.tokens))
+            counts = _add_counts(counts, row)
     finally:
         writer.close()
-    return np.array(lengths, np.int32), digest.hexdigest()
+    return np.array(lengths, np.int32), counts, digest.hexdigest()
+
+
+def _add_counts(counts: np.ndarray, row: Encoded) -> np.ndarray:
+    highest = int(row.tokens.max(initial=0))
+    if highest >= counts.shape[1]:
+        counts = np.pad(counts, ((0, 0), (0, highest + 1 - counts.shape[1])))
+    for line, tokens in zip(counts, (row.tokens, row.tokens[row.loss_mask]), strict=True):
+        np.add.at(line, tokens, 1)
+    return counts
 
 
 def _pack(row: Encoded) -> bytes:
@@ -89,10 +100,8 @@ class Records:
     def open(cls, directory: str | pathlib.Path) -> "Records":
         """Raises UserError when a file is missing or unreadable, or the files disagree about the count."""
         directory = pathlib.Path(directory)
-        if missing := [name for name in (RECORDS, LENGTHS, MANIFEST) if not (directory / name).is_file()]:
-            raise UserError(
-                f"{directory} lacks {', '.join(missing)}; prepare the data again into a fresh folder."
-            )
+        if missing := [name for name in (RECORDS, LENGTHS, COUNTS, MANIFEST) if not (directory / name).is_file()]:
+            raise UserError(f"{directory} lacks {', '.join(missing)}; prepare the data again into a fresh folder.")
         try:
             manifest = json.loads((directory / MANIFEST).read_text())
             lengths = np.load(directory / LENGTHS)
@@ -117,6 +126,11 @@ class Records:
     @property
     def digest(self) -> str:
         return self.manifest["digest"]
+
+    def token_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """[highest id + 1] int64, twice: occurrences of each token in all, and where it is supervised."""
+        every, supervised = np.load(self.directory / COUNTS)
+        return every, supervised
 
     def __len__(self) -> int:
         return len(self.lengths)

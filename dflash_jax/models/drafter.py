@@ -11,7 +11,6 @@ The target's embedding and head are used frozen and belong to the caller.
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from dflash_jax.models.block_attention import Context, attend_block

@@ -179,7 +179,5 @@ def _halves(weight: np.ndarray, heads: int, head_dim: int) -> np.ndarray:
 def _names(reader: "GGUFReader", path: pathlib.Path) -> dict[str, str]:
     layers = range(metadata(reader, "llama.block_count", path=path))
     return {
-        stored.format(layer): published.format(layer)
-        for layer in layers
-        for stored, published in NAMES.items()
+        stored.format(layer): published.format(layer) for layer in layers for stored, published in NAMES.items()
     }

@@ -1,6 +1,8 @@
 """Which target families exist, and how one is read from a folder or a GGUF file onto its devices."""
 
 import dataclasses
+import hashlib
+import json
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,6 +56,23 @@ class TargetFiles:
             return FAMILIES[self.fields["model_type"]][0].from_checkpoint(self.fields)
         except KeyError as error:
             raise UserError(f"{self.path}: the model's configuration lacks {error}") from None
+
+    @property
+    def digest(self) -> str:
+        """A sha256 over the configuration and each weight file's name, size, first and last MiB.
+
+        Tells one model from another without reading hundreds of gigabytes.
+        """
+        digest = hashlib.sha256(json.dumps(self.fields, sort_keys=True).encode())
+        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            with file.open("rb") as opened:
+                for start in (0, max(0, size - 2**20)):
+                    opened.seek(start)
+                    digest.update(opened.read(2**20))
+        return digest.hexdigest()
 
     def abstract(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Llama], nnx.State]:
         """The module's structure and the shapes of its parameters in `dtype`, without any memory."""

@@ -46,7 +46,13 @@ def draw_anchors(keys: jax.Array, valid: jax.Array, count: int) -> tuple[jax.Arr
 
 
 def block_labels(
-    tokens: jax.Array, loss_mask: jax.Array, segment_ids: jax.Array, *, anchors: jax.Array, kept: jax.Array, width: int
+    tokens: jax.Array,
+    loss_mask: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    anchors: jax.Array,
+    kept: jax.Array,
+    width: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Labels [B, A, W] int32 and their mask [B, A, W] bool; slot k of anchor a has label tokens[a + k].
 

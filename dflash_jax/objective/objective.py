@@ -59,6 +59,19 @@ class LossSums:
     def __add__(self, other: "LossSums") -> "LossSums":
         return jax.tree.map(lambda a, b: a + b, self, other)
 
+    def measures(self) -> dict[str, jax.Array]:
+        """The means these sums stand for, under the names of the log; *_by_position are [W - 1]."""
+        found = self.acceptance
+        return {
+            "loss": self.loss / jnp.maximum(self.weight, 1e-9),
+            "acc": found.accuracy,
+            "streak": found.streak,
+            "accept_len": found.accept_length,
+            "acc_by_position": found.correct / jnp.maximum(found.counted, 1),
+            "survival_by_position": found.survived / jnp.maximum(found.blocks, 1),
+            "blocks": found.blocks,
+        }
+
 
 def embed_blocks(tokens: jax.Array, frozen: Frozen, *, block_size: int, mask_token: int) -> jax.Array:
     """[..., W, D] embeddings of the blocks [x_a, MASK, .. MASK] of anchor tokens [...]."""
@@ -67,7 +80,13 @@ def embed_blocks(tokens: jax.Array, frozen: Frozen, *, block_size: int, mask_tok
 
 
 def block_states(
-    drafter: Drafter, batch: Batch, features: jax.Array, frozen: Frozen, *, anchors: jax.Array, kept: jax.Array
+    drafter: Drafter,
+    batch: Batch,
+    features: jax.Array,
+    frozen: Frozen,
+    *,
+    anchors: jax.Array,
+    kept: jax.Array,
 ) -> jax.Array:
     """Drafter states [B, A, W, D] of every block of a batch, each exactly as inference would compute it.
 
@@ -107,9 +126,7 @@ def block_loss(
     valid = valid_anchors(batch.loss_mask, batch.segment_ids)
     keys = row_keys(seed, batch.epochs, batch.record_ids)
     anchors, kept = draw_anchors(keys, valid, anchor_count)
-    return anchored_loss(
-        drafter, batch, features, frozen, slot_weights=slot_weights, anchors=anchors, kept=kept
-    )
+    return anchored_loss(drafter, batch, features, frozen, slot_weights=slot_weights, anchors=anchors, kept=kept)
 
 
 def anchored_loss(

