@@ -24,9 +24,7 @@ def pixels(file):
 def drawn(monkeypatch):
     """The figures that were saved."""
     figures, save = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: (figures.append(figure), save(figure, *a, **k))
-    )
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (figures.append(figure), save(figure, *a, **k)))
     return figures
 
 

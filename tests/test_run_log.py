@@ -201,9 +201,7 @@ def test_tensorboard_groups_values_by_meaning(tmp_path):
         ("bucket_3/accept_len", 1): 1.5,
         ("bucket_3/steps", 1): 1.0,
     }
-    texts = [
-        value for event in events_of(tmp_path) for value in event.summary.value if value.tensor.string_val
-    ]
+    texts = [value for event in events_of(tmp_path) for value in event.summary.value if value.tensor.string_val]
     assert [value.tensor.string_val[0] for value in texts] == [b"    a: 1\n    b:\n      c: 2\n"]
 
 

@@ -31,6 +31,6 @@ def checked_taps(taps: Sequence[int], layers: int) -> tuple[int, ...]:
         raise UserError(
             f"drafter.taps: found {list(taps)}; allowed: rising layer indices from 0 to {layers - 2} "
             f"(the target has {layers} layers and the last is never a tap), "
-            f"for example {list(published_taps(layers, max(1, min(5, layers - 2))))}"
+            f"for example {list(published_taps(layers, max(1, min(5, layers - 3))))}"
         )
     return tuple(taps)

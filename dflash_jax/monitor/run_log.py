@@ -81,7 +81,8 @@ def _step_points(line: dict) -> Iterator[tuple[str, float]]:
 
 
 def _line(step: int, values: dict[str, Value]) -> dict:
-    return {"step": step, **{name: plain(value) for name, value in jax.device_get(values).items()}}
+    fetched = jax.device_get(values)  # one wait for all of them; it sorts the names
+    return {"step": step, **{name: plain(fetched[name]) for name in values}}
 
 
 class RunLog:

@@ -62,10 +62,10 @@ def run_steps(
 
     Whatever the reason for the end, the last step is saved and logged.
     """
-    step, cursor, saved = at.step, at.cursor, at.step
-    started = before = time.perf_counter()
+    step, cursor, started = at.step, at.cursor, time.perf_counter()
 
     def evaluate() -> None:
+        log.flush()
         if held_out is not None:
             log.log_evaluation(step, held_out.measure(state.params, frozen))
 
@@ -74,33 +74,33 @@ def run_steps(
         log.flush()
         checkpoints.save(step, state, cursor=cursor, fingerprint=fingerprint)
 
-    if step == 0 and recipe.eval.every:
+    def due(interval: int) -> bool:
+        return bool(interval) and (step % interval == 0 or step == at.steps)
+
+    if step == 0 and due(recipe.eval.every):
         evaluate()
-        before = time.perf_counter()
     arrived = look_ahead(_featured(batches, source), recipe.pipeline.look_ahead)
+    before = time.perf_counter()
     for group in _groups(arrived, recipe.train.accumulate):
-        if step == at.steps or stop.received:
-            break
         state, metrics = programs.step(state, [item.featured for item in group], frozen)
         step, cursor = step + 1, group[-1].cursor
         now = time.perf_counter()
+        described = _described(group, recipe, at)
         timing = {
+            "tokens_s": described["tokens"] / (now - before),
             "step_s": now - before,
             "elapsed_s": now - started,
             "eta_s": (now - started) / (step - at.step) * (at.steps - step),
         }
-        before = now
-        described = _described(group, recipe, at)
-        log.log_step(step, {**described, **metrics, **timing, "tokens_s": described["tokens"] / timing["step_s"]})
-        if step % recipe.checkpoint.every == 0:
-            save()
-            saved = step
-        if recipe.eval.every and step % recipe.eval.every == 0 and step != at.steps:
+        log.log_step(step, {**described, **metrics, **timing})
+        # An evaluation comes before the save of its step, so that no resume can skip it.
+        if due(recipe.eval.every):
             evaluate()
-    if recipe.eval.every and step == at.steps and step != at.step:
-        evaluate()
-    if step != saved:
-        save()
+        if due(recipe.checkpoint.every) or stop.received:
+            save()
+        if step == at.steps or stop.received:
+            break
+        before = time.perf_counter() if due(recipe.eval.every) or due(recipe.checkpoint.every) else now
     log.flush()
     return state, step
 

@@ -75,7 +75,7 @@ def apply_gradients(
     ratio = optax.tree.norm(updates) / optax.tree.norm(state.params)
     metrics = {
         **sums.measures(),
-        "lr": optax.tree.get(opt, "learning_rate"),
+        "lr": optax.tree.get(opt, "hyperparams")["learning_rate"],
         "grad_norm": norm,
         "update_ratio": ratio,
         "skipped": (~good).astype(jnp.int32),

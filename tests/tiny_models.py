@@ -1,0 +1,145 @@
+"""Random models small enough for tests: a Llama written by transformers, drafters, and published weights."""
+
+import dataclasses
+import pathlib
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from safetensors.numpy import load_file
+
+from dflash_jax.mesh import WEIGHT_AXES
+from dflash_jax.models.drafter import FULL, SLIDING, Drafter, DrafterConfig
+from dflash_jax.models.llama import Llama
+from dflash_jax.models.targets import TargetFiles
+from dflash_jax.models.weights import fill
+from dflash_jax.objective.objective import Frozen
+from dflash_jax.sharding import shardings
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+NO_RULES = dict.fromkeys(WEIGHT_AXES)
+
+
+def one_device() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]), ("data",))
+
+
+@dataclasses.dataclass(frozen=True)
+class HubLlama:
+    """A model folder and the torch model that it was saved from."""
+
+    path: pathlib.Path
+    torch_model: Any
+
+
+def save_llama(path: pathlib.Path, *, seed: int, max_shard_size: str = "1GB", **changes: Any) -> HubLlama:
+    """Save a random float32 transformers Llama whose every parameter, norms included, is away from its start."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 66,
+        "hidden_size": 36,
+        "intermediate_size": 52,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "rms_norm_eps": 1e-4,
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 731.0},
+        "tie_word_embeddings": False,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            if "norm" in name:
+                parameter.copy_(1 + 0.3 * noise)
+            elif "embed_tokens" in name or parameter.ndim == 1:
+                parameter.copy_(0.5 * noise)
+            else:
+                parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return HubLlama(path, model)
+
+
+def load_llama(path: pathlib.Path, mesh: Mesh | None = None, rules=NO_RULES) -> Llama:
+    files = TargetFiles.open(path)
+    graph, abstract = files.abstract(jnp.dtype("float32"))
+    return nnx.merge(graph, files.load(abstract, shardings(abstract, mesh or one_device(), rules)))
+
+
+def frozen_of(target: Llama) -> Frozen:
+    return Frozen(target.embedding[...], target.head[...], None)
+
+
+def random_drafter(seed: int, **changes: Any) -> Drafter:
+    """A drafter for `save_llama`'s default target with two taps; norms and weights away from their start."""
+    sizes: dict[str, Any] = {
+        "width": 36,
+        "mlp_width": 40,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_width": 8,
+        "feature_width": 72,
+        "block_size": 5,
+        "mask_token": 6,
+        "rope_theta": 500.0,
+        "norm_eps": 1e-5,
+        "layer_types": (SLIDING, FULL, SLIDING),
+        "window": 10,
+        "is_causal": None,
+    }
+    drafter = Drafter(DrafterConfig(**(sizes | changes)), nnx.Rngs(0))
+    graph, state = nnx.split(drafter)
+    random = np.random.default_rng(seed)
+
+    def away(leaf):
+        noise = random.standard_normal(leaf.shape).astype(np.float32)
+        return jnp.asarray(1 + 0.2 * noise if leaf.ndim == 1 else 1.2 * noise / leaf.shape[1] ** 0.5)
+
+    return nnx.merge(graph, jax.tree.map(away, state))
+
+
+def published_tables() -> Frozen:
+    """The embedding and head of the published drafters' target, [211, 64] each."""
+    tables = np.load(GOLDEN / "target_tables.npz")
+    return Frozen(jnp.asarray(tables["embedding"]), jnp.asarray(tables["head"]), None)
+
+
+def seeded_tensor(name: str, shape: tuple[int, ...], *, seed: int) -> np.ndarray:
+    """One tensor of the published drafters, whose weights are random streams named by seed and tensor name."""
+    stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    noise = stream.standard_normal(shape).astype(np.float32)
+    return 1 + np.float32(0.2) * noise if len(shape) == 1 else noise * np.float32(1.2 / np.sqrt(shape[1]))
+
+
+def published_drafter(kind: str) -> Drafter:
+    """z-lab's drafter with layers "full" (from its safetensors file) or "sliding" (window 10 in two of three)."""
+    layer_types = (FULL, FULL, FULL) if kind == "full" else (SLIDING, FULL, SLIDING)
+    config = DrafterConfig(
+        width=64,
+        mlp_width=128,
+        heads=4,
+        kv_heads=2,
+        head_width=16,
+        feature_width=320,
+        block_size=8,
+        mask_token=210,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        layer_types=layer_types,
+        window=None if kind == "full" else 10,
+    )
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Drafter(config, nnx.Rngs(0))))
+    tensors = load_file(GOLDEN / "zlab_drafter.safetensors")
+    if kind == "sliding":
+        tensors = {name: seeded_tensor(name, array.shape, seed=12) for name, array in tensors.items()}
+    places = shardings(abstract, one_device(), NO_RULES)
+    return nnx.merge(graph, fill(abstract, tensors.items(), shardings=places, source=kind))
