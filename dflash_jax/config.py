@@ -142,6 +142,30 @@ class Recipe:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    """What `evaluate` is told."""
+
+    run: str = option(MISSING, "run directory of a training")
+    step: str = option("latest", "checkpoint: latest, or a saved step")
+    mesh: str = option("one", "device layout: a name in meshes/ or a YAML file; one prompt is decoded at a time")
+    prompts: str | None = option(None, "JSONL of conversations whose last answer is decoded; null: data.heldout")
+    limit: int | None = option(None, "prompts of each set; null: all", low=1)
+    max_new_tokens: int = option(128, "tokens decoded for each prompt", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RegenerateConfig:
+    """What `regenerate` is told."""
+
+    target: str = option(MISSING, "model folder, .gguf file, or package:NAME/FILE inside a Python package")
+    prompts: str = option(MISSING, "JSONL of conversations that end with a user's turn")
+    output: str = option(MISSING, "JSONL file to write, with the target's greedy answers added")
+    dtype: str = option("float32", "dtype of the target's weights and activations", choices=DTYPES)
+    max_new_tokens: int = option(192, "an answer is cut there and marked as truncated", low=1)
+    batch_size: int = option(32, "prompts decoded at a time", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshPart:
     """One of the two meshes: which devices, and the sizes of its axes (their product is the device count)."""
 

@@ -49,7 +49,7 @@ def make_meshes(layout: MeshLayout, name: str) -> Meshes:
     )
 
 
-def _mesh(part: MeshPart, devices: list[jax.Device], where: str) -> Mesh:
+def _mesh(part: MeshPart, devices: list, where: str) -> Mesh:
     if outside := [index for index in part.devices if not 0 <= index < len(devices)]:
         raise UserError(f"{where}.devices names device {outside[0]}, allowed: 0 to {len(devices) - 1}")
     if len(set(part.devices)) != len(part.devices):

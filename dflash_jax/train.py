@@ -5,21 +5,16 @@ data/ (tokenised records) and, after an evaluation, report/. Given again, the sa
 """
 
 import contextlib
-import dataclasses
 import math
 import pathlib
 
-import numpy as np
 from omegaconf import OmegaConf
 
 from dflash_jax import resolve
 from dflash_jax.arguments import build, describe, find_named, parse_assignments, read_yaml, run_entry_point
 from dflash_jax.config import MeshLayout, Recipe
-from dflash_jax.data.buckets import fits, rows_per_batch
 from dflash_jax.data.loader import batches
-from dflash_jax.data.plan import BatchPlan
-from dflash_jax.data.prepare import prepare_records, refuse_mask_token
-from dflash_jax.data.records import Records
+from dflash_jax.dataset import Dataset, open_dataset
 from dflash_jax.errors import UserError
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import Meshes, make_meshes, prepare_devices
@@ -82,63 +77,14 @@ def resumed_step(run: pathlib.Path, resume: str) -> int:
     return chosen_step(steps, resume, key="resume")
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingData:
-    """records and the plan of all their batches; left_out: records longer than the last bucket."""
-
-    records: Records
-    plan: BatchPlan
-    left_out: int
-
-    @property
-    def fingerprint(self) -> dict[str, object]:
-        """What decides which rows a batch number means."""
-        plan = self.plan
-        return {
-            "data": self.records.digest,
-            "data.buckets": list(plan.edges),
-            "rows per batch": list(plan.rows),
-            "train.seed": plan.seed,
-        }
-
-
-def open_data(
-    experiment: Experiment,
-    source: str,
-    directory: pathlib.Path,
-    *,
-    meshes: Meshes,
-    batches_wanted: int | None,
-) -> TrainingData:
-    """Tokenise `source` (or recognise that it is done) and plan its batches: for `batches_wanted`, or one pass."""
-    recipe = experiment.recipe
-    records = prepare_records(experiment.tokenizer, pathlib.Path(source), directory)
-    refuse_mask_token(records, experiment.drafter.mask_token)
-    edges = recipe.data.buckets
-    axis = math.lcm(meshes.target.shape["data"], meshes.drafter.shape["data"])
-    rows = rows_per_batch(edges, tokens_per_batch=recipe.data.tokens_per_batch, data_axis=axis)
-    inside = np.flatnonzero(fits(records.lengths, edges))
-    left_out = len(records) - len(inside)
-
-    def plan(epochs: int) -> BatchPlan:
-        return BatchPlan(
-            records.lengths, edges=edges, rows=rows, seed=recipe.train.seed, epochs=epochs, record_ids=inside
-        )
-
-    one_pass = plan(1)
-    if batches_wanted is None:
-        return TrainingData(records, one_pass, left_out)
-    return TrainingData(records, plan(math.ceil(batches_wanted / one_pass.batches_per_epoch)), left_out)
-
-
 def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
     """Train from checkpoint `start` (0: from the beginning) to the end of the recipe."""
     recipe, run = experiment.recipe, pathlib.Path(experiment.recipe.out)
     accumulate = recipe.train.accumulate
-    data = open_data(experiment, recipe.data.train, run / "data" / "train", meshes=meshes, batches_wanted=None)
+    data = open_dataset(experiment, recipe.data.train, run / "data" / "train", meshes=meshes, batches_wanted=None)
     per_epoch = data.plan.batches_per_epoch
     steps = recipe.train.steps or math.ceil(per_epoch * recipe.train.epochs / accumulate)
-    data = open_data(
+    data = open_dataset(
         experiment,
         recipe.data.train,
         run / "data" / "train",
@@ -147,7 +93,7 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
     )
     held_out = None
     if recipe.data.heldout is not None and recipe.eval.every:
-        held_out = open_data(
+        held_out = open_dataset(
             experiment, recipe.data.heldout, run / "data" / "heldout", meshes=meshes, batches_wanted=None
         )
     if start >= steps:
@@ -190,10 +136,7 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
             log=log,
             checkpoints=checkpoints,
             fingerprint=fingerprint,
-            held_out=held_out
-            and HeldOut(
-                held_out.records, held_out.plan, source=source(), measure=make_measure(experiment, meshes)
-            ),
+            held_out=held_out and HeldOut(held_out, source=source(), measure=make_measure(experiment, meshes)),
             stop=stop,
         )
     if stop.received:
@@ -202,7 +145,7 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
         print(f"trained {run} to step {step}; next: python -m dflash_jax.evaluate run={run}")
 
 
-def print_start(experiment: Experiment, data: TrainingData, *, steps: int, parameters: int) -> None:
+def print_start(experiment: Experiment, data: Dataset, *, steps: int, parameters: int) -> None:
     """What a person checks before leaving the run alone."""
     recipe, drafter, plan = experiment.recipe, experiment.drafter, data.plan
     gamma = resolve.decay(recipe.objective, drafter.block_size)

@@ -45,7 +45,7 @@ def save_llama(path: pathlib.Path, *, seed: int, max_shard_size: str = "1GB", **
         "vocab_size": 66,
         "hidden_size": 36,
         "intermediate_size": 52,
-        "num_hidden_layers": 5,
+        "num_hidden_layers": 4,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "head_dim": 10,

@@ -6,11 +6,13 @@ Parameters keep the dtype they were made with; they are cast to the activation's
 Norms and rotations are computed in float32 and cast back.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Init = nnx.initializers.Initializer
+Init = Callable[..., jax.Array]  # (key, shape, dtype) -> array
 
 
 def weight(rngs: nnx.Rngs, axes: str, *shape: int, init: Init | None = None) -> nnx.Param:

@@ -155,7 +155,7 @@ class RunLog:
         if self._observer is not None:
             self._observer(line)
 
-    def log_evaluation(self, step: int, values: dict[str, Value]) -> None:
+    def log_evaluation(self, step: int, values: Mapping[str, Value]) -> None:
         """Write what an evaluation after optimizer step `step` found, at once."""
         line = _line(step, values)
         self._evaluations.append(line)

@@ -94,7 +94,7 @@ class FeatureSource:
     def _keep_arrived(self) -> None:
         """Move features that have been computed to the cache; wait only if too many are outstanding."""
         pending = self._unfetched
-        while pending and (pending[0][1].is_ready() or len(pending) > MAX_UNFETCHED):
+        while pending and (_arrived(pending[0][1]) or len(pending) > MAX_UNFETCHED):
             self._cache.keep(*pending.popleft())
 
 
@@ -102,3 +102,7 @@ def _features(params, tokens, positions, segment_ids, *, structure, taps):
     target = nnx.merge(structure, params)
     features, _ = target.hidden(tokens, positions, segment_ids=segment_ids, taps=taps)
     return features
+
+
+def _arrived(array: jax.Array) -> bool:
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  missing in jax's stubs

@@ -1,4 +1,4 @@
-"""Teacher-forced evaluation of the drafter on held-out data while it trains: always the same blocks."""
+"""Teacher-forced evaluation of the drafter on held-out data: always the same blocks."""
 
 import functools
 import operator
@@ -8,8 +8,7 @@ import jax
 from flax import nnx
 
 from dflash_jax.data.loader import batches
-from dflash_jax.data.plan import BatchPlan
-from dflash_jax.data.records import Records
+from dflash_jax.dataset import Dataset
 from dflash_jax.objective.objective import Frozen, LossSums
 from dflash_jax.training.features import Featured, FeatureSource
 
@@ -17,16 +16,15 @@ Measure = Callable[[nnx.State, Featured, Frozen], LossSums]
 
 
 class HeldOut:
-    """The held-out records with one pass's plan; `measure` runs the drafter over all of them."""
+    """The held-out records with the plan of one pass; `measure` runs the drafter over all of them."""
 
-    def __init__(self, records: Records, plan: BatchPlan, *, source: FeatureSource, measure: Measure):
-        self._records, self._plan = records, plan
-        self._source, self._measure = source, measure
+    def __init__(self, data: Dataset, *, source: FeatureSource, measure: Measure):
+        self._data, self._source, self._measure = data, source, measure
 
     def measure(self, params: nnx.State, frozen: Frozen) -> dict[str, jax.Array]:
         """Loss, accuracy, accept length and its make-up by position, over the sampled blocks of all records."""
         sums = [
             self._measure(params, self._source(batch), frozen)
-            for batch, _ in batches(self._records, self._plan, start=0)
+            for batch, _ in batches(self._data.records, self._data.plan, start=0)
         ]
         return functools.reduce(operator.add, sums).measures()

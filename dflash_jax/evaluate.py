@@ -1,0 +1,160 @@
+"""Evaluate a trained drafter: ``python -m dflash_jax.evaluate run=DIR [step=latest|N] [key=value ...]``.
+
+Teacher-forced on the held-out records, then by really decoding held-out prompts: plainly and with the drafter,
+checking that not a single token differs. Writes report/evaluation.json and report/training.png in the run.
+"""
+
+import collections
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+from flax import nnx
+
+from dflash_jax.arguments import build, describe, find_named, parse_assignments, read_yaml, run_entry_point
+from dflash_jax.config import EvaluateConfig, MeshLayout, Recipe
+from dflash_jax.data.chat import encode_prompt
+from dflash_jax.data.conversations import read_conversations
+from dflash_jax.data.records import Records
+from dflash_jax.dataset import open_dataset
+from dflash_jax.decode.measure import Prompt, compare
+from dflash_jax.decode.report import by_set, table
+from dflash_jax.errors import UserError
+from dflash_jax.experiment import Experiment
+from dflash_jax.mesh import Meshes, make_meshes, prepare_devices
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.llama import Llama
+from dflash_jax.monitor.json_lines import read_lines
+from dflash_jax.monitor.picture import draw_report
+from dflash_jax.monitor.run_log import plain
+from dflash_jax.objective.objective import Frozen
+from dflash_jax.sharding import shardings
+from dflash_jax.training.checkpoint import Checkpoints, chosen_step
+from dflash_jax.training.features import FeatureCache, FeatureSource
+from dflash_jax.training.heldout import HeldOut
+from dflash_jax.training.programs import make_measure
+
+USAGE = """\
+usage: python -m dflash_jax.evaluate run=DIR [step=latest|N] [mesh=NAME|FILE] [debug=true] [key=value ...]
+
+keys, with type, default and meaning:
+"""
+
+
+def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE + describe(EvaluateConfig))
+        return 0
+    config = build(EvaluateConfig, [("command line", parse_assignments(arguments))])
+    run = pathlib.Path(config.run)
+    if not (run / "recipe.yaml").is_file():
+        raise UserError(f"run: {run} is not a run directory (it has no recipe.yaml)")
+    recipe = build(Recipe, [(str(run / "recipe.yaml"), read_yaml(run / "recipe.yaml"))])
+    source = config.prompts or recipe.data.heldout
+    if source is None:
+        raise UserError("prompts: the run's recipe names no data.heldout, so a file of prompts is required")
+    step = chosen_step(Checkpoints.saved(run / "checkpoints"), config.step, key="step")
+    layout = build(MeshLayout, [(config.mesh, read_yaml(find_named("meshes", config.mesh, key="mesh")))])
+    experiment = Experiment.open(recipe)
+    prompts = read_prompts(experiment, source, limit=config.limit)
+    prepare_devices(layout)
+    evaluate(experiment, make_meshes(layout, config.mesh), config=config, step=step, prompts=prompts)
+    return 0
+
+
+def read_prompts(experiment: Experiment, source: str, *, limit: int | None) -> list[Prompt]:
+    """The prompts of a file of conversations: everything before the last answer, at most `limit` of each set."""
+    prompts: list[Prompt] = []
+    taken: collections.Counter[str] = collections.Counter()
+    for conversation in read_conversations(source):
+        messages = conversation.messages
+        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        if limit is None or taken[conversation.set] < limit:
+            taken[conversation.set] += 1
+            prompts.append(Prompt(conversation.set, encode_prompt(experiment.tokenizer, asked)))
+    return prompts
+
+
+def restore_drafter(experiment: Experiment, meshes: Meshes, *, step: int) -> Drafter:
+    """The drafter of a checkpoint, without its optimizer state, on the drafter's mesh."""
+    graph, shapes = nnx.split(nnx.eval_shape(experiment.new_drafter))
+    places = shardings(shapes, meshes.drafter, meshes.drafter_rules)
+    abstract = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+    )
+    directory = pathlib.Path(experiment.recipe.out) / "checkpoints"
+    with Checkpoints(directory, keep=experiment.recipe.checkpoint.keep) as checkpoints:
+        return nnx.merge(graph, checkpoints.restore_params(step, abstract))
+
+
+def evaluate(
+    experiment: Experiment, meshes: Meshes, *, config: EvaluateConfig, step: int, prompts: list[Prompt]
+) -> None:
+    """Measure, print the table and write the report."""
+    run = pathlib.Path(config.run)
+    drafter = restore_drafter(experiment, meshes, step=step)
+    target = experiment.load_target(meshes.target, meshes.target_rules)
+    draft_tokens = experiment.draft_tokens(Records.open(run / "data" / "train"))
+    frozen = experiment.frozen(target, meshes.drafter, draft_tokens)
+    print(f"{experiment.name}, drafter of {run} at step {step}", flush=True)
+    forced = teacher_forced(experiment, meshes, target=target, drafter=drafter, frozen=frozen)
+    if forced:
+        print(f"held-out accept length, teacher-forced: {forced['accept_len']:.2f} over {forced['blocks']} blocks")
+    found = []
+    for item in compare(
+        target,
+        drafter,
+        frozen,
+        prompts,
+        taps=experiment.taps,
+        stop=experiment.stop_tokens,
+        max_new_tokens=config.max_new_tokens,
+    ):
+        found.append(item)
+        print(f"\rdecoded {len(found)}/{len(prompts)} prompts", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    reports = by_set(found)
+    print(table(reports))
+    for item in found:
+        if item.difference:
+            print(f"differs: {item.prompt.set} at token {item.difference.position}, {item.difference}")
+    report = run / "report"
+    report.mkdir(exist_ok=True)
+    content = {
+        "target": experiment.name,
+        "step": step,
+        "max_new_tokens": config.max_new_tokens,
+        "teacher_forced": forced,
+        "sets": [dataclasses.asdict(item) for item in reports],
+    }
+    (report / "evaluation.json").write_text(json.dumps(content, indent=2) + "\n")
+    draw_report(
+        list(read_lines(run / "train_log.jsonl")),
+        list(read_lines(run / "eval_log.jsonl")),
+        reports[-1].survival_by_position,
+        report / "training.png",
+        title=f"{experiment.name}: DFlash drafter, block {experiment.drafter.block_size}",
+    )
+    print(f"written: {report / 'evaluation.json'}, {report / 'training.png'}")
+
+
+def teacher_forced(
+    experiment: Experiment, meshes: Meshes, *, target: Llama, drafter: Drafter, frozen: Frozen
+) -> dict[str, Any] | None:
+    """The held-out measures at sampled anchors, or None for a recipe without held-out data."""
+    recipe = experiment.recipe
+    if recipe.data.heldout is None:
+        return None
+    directory = pathlib.Path(recipe.out) / "data" / "heldout"
+    data = open_dataset(experiment, recipe.data.heldout, directory, meshes=meshes, batches_wanted=None)
+    source = FeatureSource(target, taps=experiment.taps, meshes=meshes, cache=FeatureCache(0))
+    held_out = HeldOut(data, source=source, measure=make_measure(experiment, meshes))
+    measures = held_out.measure(nnx.state(drafter, nnx.Param), frozen)
+    return {name: plain(value) for name, value in jax.device_get(measures).items()}
+
+
+if __name__ == "__main__":
+    run_entry_point(main)

@@ -1,0 +1,88 @@
+"""Let the target answer prompts: ``python -m dflash_jax.regenerate target=PATH prompts=FILE output=FILE``.
+
+A drafter must learn what its target says, so training data carries the target's own answers. Greedy, on one
+device; each answer that was cut by max_new_tokens is marked, so that its end is not learned as an end.
+"""
+
+import functools
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dflash_jax import resolve
+from dflash_jax.arguments import build, describe, parse_assignments, run_entry_point
+from dflash_jax.config import RegenerateConfig
+from dflash_jax.data.chat import encode_prompt
+from dflash_jax.data.conversations import Conversation, read_conversations
+from dflash_jax.data.tokenizer import load_tokenizer
+from dflash_jax.decode.generate import generate
+from dflash_jax.errors import UserError
+from dflash_jax.models.targets import TargetFiles
+
+USAGE = """\
+usage: python -m dflash_jax.regenerate target=PATH prompts=FILE output=FILE [debug=true] [key=value ...]
+
+keys, with type, default and meaning:
+"""
+
+
+def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE + describe(RegenerateConfig))
+        return 0
+    config = build(RegenerateConfig, [("command line", parse_assignments(arguments))])
+    output = pathlib.Path(config.output)
+    if output.exists():
+        raise UserError(f"output: {output} exists; delete it or name another file")
+    conversations = read_conversations(config.prompts)
+    for number, conversation in enumerate(conversations, start=1):
+        if conversation.messages[-1]["role"] == "assistant":
+            raise UserError(f"prompts: conversation {number} of {config.prompts} is answered already")
+    answers = answer(conversations, config)
+    lines = (
+        json.dumps({"set": asked.set, "messages": [*asked.messages, said]}, ensure_ascii=False) + "\n"
+        for asked, said in zip(conversations, answers, strict=True)
+    )
+    output.write_text("".join(lines))
+    print(f"written: {output}, {len(answers)} answers, {sum('truncated' in said for said in answers)} cut")
+    return 0
+
+
+def answer(conversations: list[Conversation], config: RegenerateConfig) -> list[dict]:
+    """The target's greedy answer to each conversation, as an assistant message."""
+    path = resolve.target_path(config.target)
+    files = TargetFiles.open(path)
+    tokenizer = load_tokenizer(path)
+    graph, abstract = files.abstract(jnp.dtype(config.dtype))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = nnx.merge(graph, files.load(abstract, jax.tree.map(lambda _: device, abstract)))
+    prompts = [encode_prompt(tokenizer, item.messages) for item in conversations]
+    room = max(map(len, prompts))
+    run = jax.jit(
+        functools.partial(generate, stop=(tokenizer.eos_token_id,), max_new_tokens=config.max_new_tokens)
+    )
+    answers: list[dict] = []
+    for first in range(0, len(prompts), config.batch_size):
+        batch = prompts[first : first + config.batch_size]
+        tokens = np.zeros((config.batch_size, room), np.int32)
+        lengths = np.ones(config.batch_size, np.int32)  # rows without a prompt decode one padding token
+        for row, prompt in enumerate(batch):
+            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        rows = jax.device_get(run(target, tokens, lengths))
+        for row in range(len(batch)):
+            said = rows.tokens[row, lengths[row] : rows.lengths[row]]
+            cut = said[-1] != tokenizer.eos_token_id
+            message = {"role": "assistant", "content": tokenizer.decode(said if cut else said[:-1])}
+            answers.append(message | ({"truncated": True} if cut else {}))
+        print(f"\ranswered {len(answers)}/{len(prompts)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return answers
+
+
+if __name__ == "__main__":
+    run_entry_point(main)
