@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -33,7 +34,7 @@ def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
         seen.add(key)
     try:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
-    except (OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise UserError(f"arguments {' '.join(arguments)}: {_first_line(error)}") from None
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}

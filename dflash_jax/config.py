@@ -60,6 +60,7 @@ class ObjectiveSection:
     """What the drafter learns from a batch."""
 
     anchors: int = option(512, "blocks per row and step", low=1)
+    head_chunk: int = option(64, "blocks whose logits are alive at a time", low=1)
     gamma: float | None = option(
         None, "decay of the slot weights; null: by block size (16: 7, 10: 5, 8: 4)", low=1e-3
     )

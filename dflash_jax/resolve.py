@@ -11,7 +11,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
 from dflash_jax.models.llama import LlamaConfig
 from dflash_jax.models.taps import checked_taps, published_taps
-from dflash_jax.objective.losses import default_gamma
+from dflash_jax.objective.slot_weights import default_gamma
 
 
 def target_path(path: str) -> pathlib.Path:

@@ -37,7 +37,8 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:
     def one(path, leaf):
         if isinstance(leaf, nnx.Variable):
             axes = leaf.get_metadata().get("axes", ())
-            return leaf.replace(_sharding(jax.tree_util.keystr(path), leaf.shape, axes, mesh, rules))
+            where = jax.tree_util.keystr(path, simple=True, separator=".")
+            return leaf.replace(_sharding(where, leaf.shape, axes, mesh, rules))
         return NamedSharding(mesh, P())
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

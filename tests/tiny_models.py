@@ -45,7 +45,7 @@ def save_llama(path: pathlib.Path, *, seed: int, max_shard_size: str = "1GB", **
         "vocab_size": 66,
         "hidden_size": 36,
         "intermediate_size": 52,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "head_dim": 10,
@@ -79,8 +79,8 @@ def frozen_of(target: Llama) -> Frozen:
     return Frozen(target.embedding[...], target.head[...], None)
 
 
-def random_drafter(seed: int, **changes: Any) -> Drafter:
-    """A drafter for `save_llama`'s default target with two taps; norms and weights away from their start."""
+def drafter_sizes(**changes: Any) -> DrafterConfig:
+    """Sizes of a drafter for `save_llama`'s default target with two taps."""
     sizes: dict[str, Any] = {
         "width": 36,
         "mlp_width": 40,
@@ -92,12 +92,16 @@ def random_drafter(seed: int, **changes: Any) -> Drafter:
         "mask_token": 6,
         "rope_theta": 500.0,
         "norm_eps": 1e-5,
-        "layer_types": (SLIDING, FULL, SLIDING),
+        "layer_types": (SLIDING, FULL),
         "window": 10,
         "is_causal": None,
     }
-    drafter = Drafter(DrafterConfig(**(sizes | changes)), nnx.Rngs(0))
-    graph, state = nnx.split(drafter)
+    return DrafterConfig(**(sizes | changes))
+
+
+def random_drafter(seed: int, **changes: Any) -> Drafter:
+    """A drafter of `drafter_sizes`; norms and weights are away from where training starts them."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Drafter(drafter_sizes(**changes), nnx.Rngs(0))))
     random = np.random.default_rng(seed)
 
     def away(leaf):

@@ -44,24 +44,28 @@ def attend_block(
     kv_heads = keys.shape[3]
     chex.assert_shape(keys, (rows, anchors, width, kv_heads, head_width))
     grouped = queries.reshape(rows, anchors, width, kv_heads, heads // kv_heads, head_width)
-    grouped = grouped * head_width**-0.5
+    # Key/value heads lead, so that both products are plain batched matrix products without a transposed result.
+    grouped = jnp.einsum("BAWKGH->BKAWGH", grouped * head_width**-0.5)
 
-    to_context = jnp.einsum("BAWKGH,BSKH->BAKGWS", grouped, context.keys, preferred_element_type=jnp.float32)
+    to_context = jnp.einsum("BKAWGH,BSKH->BKAWGS", grouped, context.keys, preferred_element_type=jnp.float32)
     seen = context.visible[:, :, None, :]
     if window is not None:
         seen = seen & (context.distance < window)
-    to_context = jnp.where(seen[:, :, None, None], to_context, MASKED)
+    to_context = jnp.where(seen[:, None, :, :, None], to_context, MASKED)
 
-    to_block = jnp.einsum("BAWKGH,BAXKH->BAKGWX", grouped, keys, preferred_element_type=jnp.float32)
+    to_block = jnp.einsum("BKAWGH,BAXKH->BKAWGX", grouped, keys, preferred_element_type=jnp.float32)
     offset = jnp.arange(width)[:, None] - jnp.arange(width)[None, :]
     allowed = offset >= 0 if causal else jnp.ones_like(offset, bool)
     if window is not None:
         allowed = allowed & (jnp.abs(offset) < window)
-    to_block = jnp.where(allowed, to_block, MASKED)
+    to_block = jnp.where(allowed[:, None], to_block, MASKED)
 
-    scores = jnp.concatenate([to_context, to_block], axis=-1)
-    shares = jax.nn.softmax(scores, axis=-1).astype(queries.dtype)
-    from_context, from_block = jnp.split(shares, [context.keys.shape[1]], axis=-1)
-    out = jnp.einsum("BAKGWS,BSKH->BAWKGH", from_context, context.values)
-    out = out + jnp.einsum("BAKGWX,BAXKH->BAWKGH", from_block, values)
+    # One softmax over the two parts: a shared maximum, a shared denominator, and no concatenated scores.
+    highest = jnp.maximum(to_context.max(axis=-1), to_block.max(axis=-1))
+    highest = jax.lax.stop_gradient(highest)[..., None]
+    from_context, from_block = jnp.exp(to_context - highest), jnp.exp(to_block - highest)
+    total = from_context.sum(axis=-1) + from_block.sum(axis=-1)
+    out = jnp.einsum("BKAWGS,BSKH->BKAWGH", from_context.astype(values.dtype), context.values)
+    out = out + jnp.einsum("BKAWGX,BAXKH->BKAWGH", from_block.astype(values.dtype), values)
+    out = jnp.einsum("BKAWGH->BAWKGH", out / total[..., None].astype(out.dtype))
     return out.reshape(queries.shape)

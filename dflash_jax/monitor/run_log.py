@@ -8,7 +8,7 @@ import collections
 import fnmatch
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
 import jax

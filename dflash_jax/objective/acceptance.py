@@ -43,9 +43,9 @@ class Acceptance:
         return self.streak + 1.0
 
 
-def acceptance(drafted: jax.Array, labels: jax.Array, mask: jax.Array) -> Acceptance:
-    """Compare drafted tokens with labels, both [..., W - 1] for slots from 1, where mask [..., W - 1] holds."""
-    right = (drafted == labels) & mask
+def acceptance(correct: jax.Array, mask: jax.Array) -> Acceptance:
+    """Sums over blocks of slots 1..: correct [..., W - 1] bool, drafted right; mask [..., W - 1], has a label."""
+    right = correct & mask
     survived = jnp.cumprod(right, axis=-1)
     blocks = tuple(range(right.ndim - 1))
     return Acceptance(

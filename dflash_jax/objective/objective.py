@@ -14,7 +14,7 @@ from dflash_jax.batch import Batch
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.objective.acceptance import Acceptance, acceptance
 from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
-from dflash_jax.objective.losses import cross_entropy
+from dflash_jax.objective.head import head_loss
 
 
 @jax.tree_util.register_dataclass
@@ -118,15 +118,26 @@ def block_loss(
     slot_weights: jax.Array,
     anchor_count: int,
     seed: int,
+    head_chunk: int,
 ) -> LossSums:
     """Loss and acceptance sums of one batch with freshly drawn anchors.
 
-    features: [B, S, T * E]; slot_weights: [W] float32 with 0 for slot 0; seed: of the anchors' draw.
+    features: [B, S, T * E]; slot_weights: [W] float32 with 0 for slot 0; seed: of the anchors' draw;
+    head_chunk: blocks whose logits are alive at a time.
     """
     valid = valid_anchors(batch.loss_mask, batch.segment_ids)
     keys = row_keys(seed, batch.epochs, batch.record_ids)
     anchors, kept = draw_anchors(keys, valid, anchor_count)
-    return anchored_loss(drafter, batch, features, frozen, slot_weights=slot_weights, anchors=anchors, kept=kept)
+    return anchored_loss(
+        drafter,
+        batch,
+        features,
+        frozen,
+        slot_weights=slot_weights,
+        anchors=anchors,
+        kept=kept,
+        head_chunk=head_chunk,
+    )
 
 
 def anchored_loss(
@@ -138,6 +149,7 @@ def anchored_loss(
     slot_weights: jax.Array,
     anchors: jax.Array,
     kept: jax.Array,
+    head_chunk: int,
 ) -> LossSums:
     """`block_loss` at given anchors [B, A]; blocks with kept [B, A] False weigh nothing."""
     width = drafter.config.block_size
@@ -147,14 +159,13 @@ def anchored_loss(
     hidden = block_states(drafter, batch, features, frozen, anchors=anchors, kept=kept)
     # Slot 0 predicts nothing, so the head never sees it.
     hidden, labels, mask = hidden[:, :, 1:], labels[:, :, 1:], mask[:, :, 1:]
-    with jax.named_scope("head"):
-        logits = frozen.logits(hidden)
-        index, known = frozen.index_of(labels)
-        losses = cross_entropy(logits, index)
-        drafted = frozen.tokens_of(jnp.argmax(logits, axis=-1))
+    index, known = frozen.index_of(labels)
     weights = slot_weights[1:] * (mask & known)
-    return LossSums(
-        loss=(weights * losses).sum(),
-        weight=weights.sum(),
-        acceptance=acceptance(drafted, labels, mask),
-    )
+
+    def by_block(values: jax.Array) -> jax.Array:
+        return values.reshape(-1, *values.shape[2:])
+
+    with jax.named_scope("head"):
+        found = head_loss(by_block(hidden), frozen.head, by_block(index), by_block(weights), head_chunk)
+    correct = found.correct.reshape(mask.shape) & known
+    return LossSums(loss=found.total, weight=weights.sum(), acceptance=acceptance(correct, mask))

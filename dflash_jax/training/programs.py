@@ -14,8 +14,8 @@ from dflash_jax.batch import Batch
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import Meshes
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.objective.losses import decay_weights
 from dflash_jax.objective.objective import Frozen, LossSums, block_loss
+from dflash_jax.objective.slot_weights import decay_weights
 from dflash_jax.resolve import decay
 from dflash_jax.sharding import materialise, replicated, rows, shardings
 from dflash_jax.training.features import Featured
@@ -47,6 +47,7 @@ def make_objective(experiment: Experiment, *, anchors: int) -> Objective:
             slot_weights=jnp.asarray(weights),
             anchor_count=anchors,
             seed=experiment.recipe.train.seed,
+            head_chunk=experiment.recipe.objective.head_chunk,
         )
 
     return objective

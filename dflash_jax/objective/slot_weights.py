@@ -1,7 +1,5 @@
-"""Slot weights and per-slot losses of the DFlash objective."""
+"""Weights of the slots in the objective."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 # Decay constants of the published recipes by block size (arXiv:2602.06036, appendix A.3).
@@ -18,10 +16,3 @@ def decay_weights(block_size: int, gamma: float) -> np.ndarray:
     """[W] float32: exp(-(k - 1) / gamma) for slot k >= 1, and 0 for slot 0, which predicts nothing."""
     slot = np.arange(block_size)
     return np.where(slot == 0, 0.0, np.exp(-(slot - 1) / gamma)).astype(np.float32)
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """-log softmax(logits)[label] in float32. logits: [..., V]; labels: [...] int32, in range."""
-    logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
