@@ -5,6 +5,7 @@ Reading and typing is OmegaConf's; this adds the nearest valid name for a typo, 
 
 import dataclasses
 import difflib
+import math
 import pathlib
 import sys
 import textwrap
@@ -138,6 +139,8 @@ def _refuse_unknown(schema: type, tree: Mapping[str, Any], origin: str, prefix: 
                 f"{origin}: unknown key {key!r}{_suggestion(str(name), list(hints), prefix)}; "
                 f"{where}: {', '.join(hints)}"
             )
+        if "${" in str(value):
+            raise UserError(f"{origin}: {key}: references such as {value!r} are not supported; write the value")
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):
                 raise UserError(f"{origin}: {key} is a group of keys, found {value!r}; write {key}.KEY=value")
@@ -152,7 +155,7 @@ def _check_limits(key: str, value: Any, field: dataclasses.Field) -> None:
         )
     if isinstance(value, int | float) and not isinstance(value, bool):
         inside = (low is None or value >= low) and (high is None or value <= high)
-        if not inside or value != value:
+        if not inside or not math.isfinite(value):
             raise UserError(f"{key}: found {value}, allowed: {_limits(field)}")
 
 

@@ -27,7 +27,7 @@ def option(
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetConfig:
+class TargetSection:
     """The frozen model whose decoding is to be sped up."""
 
     path: str = option(MISSING, "model folder, .gguf file, or package:NAME/FILE inside a Python package")
@@ -71,13 +71,13 @@ class OptimSection:
     """AdamW with warm-up and clipping."""
 
     lr: float = option(6e-4, "peak learning rate", low=0.0)
-    b1: float = option(0.9, "AdamW decay of the first moment", low=0.0, high=1.0)
-    b2: float = option(0.95, "AdamW decay of the second moment", low=0.0, high=1.0)
+    b1: float = option(0.9, "AdamW decay of the first moment", low=0.0, high=0.9999)
+    b2: float = option(0.95, "AdamW decay of the second moment", low=0.0, high=0.99999)
     eps: float = option(1e-8, "AdamW epsilon", low=0.0)
     weight_decay: float = option(0.0, "AdamW weight decay", low=0.0)
     warmup: float = option(0.04, "share of the steps with a rising learning rate", low=0.0, high=1.0)
     schedule: str = option("cosine", "learning rate after warm-up", choices=("cosine", "constant"))
-    clip_norm: float = option(1.0, "global norm that gradients are clipped to", low=0.0)
+    clip_norm: float = option(1.0, "global norm that gradients are clipped to", low=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,9 @@ class PipelineSection:
     """How the two meshes are kept busy."""
 
     look_ahead: int = option(2, "batches whose features are requested before the drafter needs them", low=0)
-    feature_cache_gib: float = option(0.0, "host memory for features of past passes; 0: none are kept", low=0.0)
+    feature_cache_gib: float = option(
+        0.0, "host memory to keep features of past passes in; held-out data may take as much", low=0.0
+    )
     read_threads: int = option(2, "threads that read records", low=1)
 
 
@@ -129,7 +131,7 @@ class EvalSection:
 class Recipe:
     """A whole experiment."""
 
-    target: TargetConfig = dataclasses.field(default_factory=TargetConfig)
+    target: TargetSection = dataclasses.field(default_factory=TargetSection)
     drafter: DrafterSection = dataclasses.field(default_factory=DrafterSection)
     objective: ObjectiveSection = dataclasses.field(default_factory=ObjectiveSection)
     optim: OptimSection = dataclasses.field(default_factory=OptimSection)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+from typing import Self
 
 import numpy as np
 
@@ -16,11 +17,16 @@ from dflash_jax.mesh import Meshes
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """records and the plan of all their batches; left_out: records longer than the last bucket."""
+    """records and the plan of their batches; record_ids: those that take part."""
 
     records: Records
     plan: BatchPlan
-    left_out: int
+    record_ids: np.ndarray
+
+    @property
+    def left_out(self) -> int:
+        """Records that are longer than the last bucket."""
+        return len(self.records) - len(self.record_ids)
 
     @property
     def fingerprint(self) -> dict[str, object]:
@@ -33,31 +39,30 @@ class Dataset:
             "train.seed": plan.seed,
         }
 
+    def lasting(self, batches: int) -> Self:
+        """The same records with a plan of as many whole passes as `batches` batches need."""
+        plan = self.plan
+        longer = BatchPlan(
+            self.records.lengths,
+            edges=plan.edges,
+            rows=plan.rows,
+            seed=plan.seed,
+            epochs=math.ceil(batches / plan.batches_per_epoch),
+            record_ids=self.record_ids,
+        )
+        return dataclasses.replace(self, plan=longer)
 
-def open_dataset(
-    experiment: Experiment,
-    source: str,
-    directory: pathlib.Path,
-    *,
-    meshes: Meshes,
-    batches_wanted: int | None,
-) -> Dataset:
-    """Tokenise `source` (or recognise that it is done) and plan its batches: for `batches_wanted`, or one pass."""
+
+def open_dataset(experiment: Experiment, source: str, directory: pathlib.Path, *, meshes: Meshes) -> Dataset:
+    """Tokenise `source` into `directory` (or recognise that it is done) and plan one pass over it."""
     recipe = experiment.recipe
     records = prepare_records(experiment.tokenizer, pathlib.Path(source), directory)
     refuse_mask_token(records, experiment.drafter.mask_token)
     edges = recipe.data.buckets
     axis = math.lcm(meshes.target.shape["data"], meshes.drafter.shape["data"])
     rows = rows_per_batch(edges, tokens_per_batch=recipe.data.tokens_per_batch, data_axis=axis)
-    inside = np.flatnonzero(fits(records.lengths, edges))
-    left_out = len(records) - len(inside)
-
-    def plan(epochs: int) -> BatchPlan:
-        return BatchPlan(
-            records.lengths, edges=edges, rows=rows, seed=recipe.train.seed, epochs=epochs, record_ids=inside
-        )
-
-    one_pass = plan(1)
-    if batches_wanted is None:
-        return Dataset(records, one_pass, left_out)
-    return Dataset(records, plan(math.ceil(batches_wanted / one_pass.batches_per_epoch)), left_out)
+    record_ids = np.flatnonzero(fits(records.lengths, edges))
+    plan = BatchPlan(
+        records.lengths, edges=edges, rows=rows, seed=recipe.train.seed, epochs=1, record_ids=record_ids
+    )
+    return Dataset(records, plan, record_ids)

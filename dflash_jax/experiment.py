@@ -15,7 +15,7 @@ from dflash_jax.config import Recipe
 from dflash_jax.data.records import Records
 from dflash_jax.data.tokenizer import load_tokenizer
 from dflash_jax.models.drafter import Drafter, DrafterConfig
-from dflash_jax.models.llama import Llama
+from dflash_jax.models.target import Target
 from dflash_jax.models.targets import TargetFiles
 from dflash_jax.objective.objective import Frozen
 from dflash_jax.sharding import Rules, replicated, shardings
@@ -60,6 +60,7 @@ class Experiment:
         drafter = dataclasses.asdict(self.drafter) | {"layer_types": list(self.drafter.layer_types)}
         return {
             "target": self.files.digest,
+            "target.dtype": self.recipe.target.dtype,
             "drafter.taps": list(self.taps),
             "drafter.vocab": self.recipe.drafter.vocab,
             **{f"drafter.{key}": value for key, value in drafter.items()},
@@ -72,12 +73,12 @@ class Experiment:
         listed = named if isinstance(named, list) else [named]
         return tuple(sorted({self.tokenizer.eos_token_id, *listed} - {None}))
 
-    def load_target(self, mesh: Mesh, rules: Rules) -> Llama:
+    def load_target(self, mesh: Mesh, rules: Rules) -> Target:
         """The target with its weights, in target.dtype, in their shards on the mesh."""
         graph, abstract = self.files.abstract(jnp.dtype(self.recipe.target.dtype))
         return nnx.merge(graph, self.files.load(abstract, shardings(abstract, mesh, rules)))
 
-    def new_drafter(self) -> Drafter:
+    def initial_drafter(self) -> Drafter:
         """A drafter with random weights from train.seed."""
         return Drafter(self.drafter, nnx.Rngs(self.recipe.train.seed))
 
@@ -86,7 +87,7 @@ class Experiment:
         _, supervised = records.token_counts()
         return resolve.draft_vocabulary(self.recipe.drafter.vocab, supervised, vocab=self.files.config.vocab)
 
-    def frozen(self, target: Llama, mesh: Mesh, draft_tokens: np.ndarray | None) -> Frozen:
+    def frozen(self, target: Target, mesh: Mesh, draft_tokens: np.ndarray | None) -> Frozen:
         """The target's embedding and head for the drafter's use, on the drafter's mesh, in drafter.dtype."""
         dtype, place = jnp.dtype(self.recipe.drafter.dtype), replicated(mesh)
         embedding = jax.device_put(target.embedding.get_value(), place).astype(dtype)

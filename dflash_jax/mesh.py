@@ -27,8 +27,10 @@ class Meshes:
 def prepare_devices(layout: MeshLayout) -> None:
     """Switch on what the layout needs; must come before anything asks jax for its devices."""
     if layout.platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", layout.device_count)
+        wanted = {"jax_platforms": "cpu", "jax_num_cpu_devices": layout.device_count}
+        for name, value in wanted.items():
+            if getattr(jax.config, name) != value:  # jax refuses even an equal value once it has started
+                jax.config.update(name, value)
 
 
 def make_meshes(layout: MeshLayout, name: str) -> Meshes:

@@ -9,8 +9,8 @@ import numpy as np
 from dflash_jax.config import DrafterSection, ObjectiveSection
 from dflash_jax.errors import UserError
 from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
-from dflash_jax.models.llama import LlamaConfig
 from dflash_jax.models.taps import checked_taps, published_taps
+from dflash_jax.models.target import TargetConfig
 from dflash_jax.objective.slot_weights import default_gamma
 
 
@@ -29,7 +29,7 @@ def target_path(path: str) -> pathlib.Path:
     return pathlib.Path(spec.origin).parent / inside
 
 
-def tap_layers(section: DrafterSection, target: LlamaConfig) -> tuple[int, ...]:
+def tap_layers(section: DrafterSection, target: TargetConfig) -> tuple[int, ...]:
     """The tapped layers: the given ones, or drafter.tap_count of them by the published rule."""
     chosen = section.taps
     if chosen is None:
@@ -37,7 +37,7 @@ def tap_layers(section: DrafterSection, target: LlamaConfig) -> tuple[int, ...]:
     return checked_taps(chosen, target.layers)
 
 
-def mask_token(section: DrafterSection, tokenizer: Any, target: LlamaConfig) -> int:
+def mask_token(section: DrafterSection, tokenizer: Any, target: TargetConfig) -> int:
     """The token id of MASK. Raises UserError if it has no embedding row or is a token of the text's end."""
     token = section.mask_token
     if token is None:
@@ -56,7 +56,7 @@ def mask_token(section: DrafterSection, tokenizer: Any, target: LlamaConfig) -> 
 
 
 def drafter_config(
-    section: DrafterSection, target: LlamaConfig, *, taps: tuple[int, ...], mask_token: int
+    section: DrafterSection, target: TargetConfig, *, taps: tuple[int, ...], mask_token: int
 ) -> DrafterConfig:
     """The drafter's sizes: the section's, or the target's own where it leaves them null."""
     if section.sliding_layers > section.layers:
@@ -69,13 +69,16 @@ def drafter_config(
     heads, kv_heads = section.heads or target.heads, section.kv_heads or target.kv_heads
     if heads % kv_heads:
         raise UserError(f"drafter.kv_heads: found {kv_heads}, allowed: divisors of drafter.heads={heads}")
+    head_width = section.head_width or target.head_width
+    if head_width % 2:
+        raise UserError(f"drafter.head_width: found {head_width}, allowed: even numbers (RoPE turns pairs)")
     full = section.layers - section.sliding_layers
     return DrafterConfig(
         width=target.width,
         mlp_width=section.mlp_width or target.mlp_width,
         heads=heads,
         kv_heads=kv_heads,
-        head_width=section.head_width or target.head_width,
+        head_width=head_width,
         feature_width=len(taps) * target.width,
         block_size=section.block_size,
         mask_token=mask_token,

@@ -26,7 +26,7 @@ from dflash_jax.training.heldout import HeldOut
 from dflash_jax.training.interrupt import StopRequest
 from dflash_jax.training.loop import Progression, run_steps
 from dflash_jax.training.optim import learning_rate, make_optimizer
-from dflash_jax.training.programs import make_measure, make_programs, parameter_count
+from dflash_jax.training.programs import make_evaluation, make_programs, parameter_count
 
 USAGE = """\
 usage: python -m dflash_jax.train recipe=NAME|FILE [mesh=NAME|FILE] [out=DIR] [resume=auto|never|STEP]
@@ -81,21 +81,13 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
     """Train from checkpoint `start` (0: from the beginning) to the end of the recipe."""
     recipe, run = experiment.recipe, pathlib.Path(experiment.recipe.out)
     accumulate = recipe.train.accumulate
-    data = open_dataset(experiment, recipe.data.train, run / "data" / "train", meshes=meshes, batches_wanted=None)
+    data = open_dataset(experiment, recipe.data.train, run / "data" / "train", meshes=meshes)
     per_epoch = data.plan.batches_per_epoch
     steps = recipe.train.steps or math.ceil(per_epoch * recipe.train.epochs / accumulate)
-    data = open_dataset(
-        experiment,
-        recipe.data.train,
-        run / "data" / "train",
-        meshes=meshes,
-        batches_wanted=steps * accumulate,
-    )
+    data = data.lasting(steps * accumulate)
     held_out = None
     if recipe.data.heldout is not None and recipe.eval.every:
-        held_out = open_dataset(
-            experiment, recipe.data.heldout, run / "data" / "heldout", meshes=meshes, batches_wanted=None
-        )
+        held_out = open_dataset(experiment, recipe.data.heldout, run / "data" / "heldout", meshes=meshes)
     if start >= steps:
         print(f"{run} is trained to its last step {start}; nothing to do")
         return
@@ -111,6 +103,7 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
 
     fingerprint = experiment.fingerprint | data.fingerprint
     with contextlib.ExitStack() as stack:
+        Checkpoints.set_aside(run / "checkpoints", after=start)
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=recipe.checkpoint.keep))
         if start:
             restored = checkpoints.restore(start, programs.abstract, fingerprint=fingerprint)
@@ -136,7 +129,7 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
             log=log,
             checkpoints=checkpoints,
             fingerprint=fingerprint,
-            held_out=held_out and HeldOut(held_out, source=source(), measure=make_measure(experiment, meshes)),
+            held_out=held_out and HeldOut(held_out, source=source(), evaluate=make_evaluation(experiment, meshes)),
             stop=stop,
         )
     if stop.received:

@@ -134,19 +134,3 @@ def test_only_the_named_records_take_part():
     assert sorted(id for _, _, row in listed(plan) for id in row if id >= 0) == ids.tolist()
     with pytest.raises(UserError, match="no record"):
         make(record_ids=np.array([], np.int64))
-
-
-def test_fingerprint_covers_every_argument():
-    changed = LENGTHS.copy()
-    changed[0] += 1
-    plans = [
-        make(),
-        make(changed),
-        make(seed=1),
-        make(epochs=3),
-        make(record_ids=np.arange(399)),
-        BatchPlan(LENGTHS, edges=(8, 16, 40), rows=ROWS, seed=0, epochs=2),
-        BatchPlan(LENGTHS, edges=EDGES, rows=(7, 3, 1), seed=0, epochs=2),
-    ]
-    assert make().fingerprint == plans[0].fingerprint
-    assert len({plan.fingerprint for plan in plans}) == len(plans)

@@ -13,7 +13,6 @@ join: no run of it is longer than ceil(n / m).
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -92,7 +91,6 @@ class BatchPlan:
         self.batches_per_epoch = sum(self.batches_per_bucket)
         if not self.batches_per_epoch:
             raise UserError("The data holds no record to train on; check the records and the filters on them.")
-        self.fingerprint = _fingerprint(lengths, taking_part, (*self.edges, -1, *self.rows, seed, epochs))
 
     def __len__(self) -> int:
         return self.batches_per_epoch * self.epochs
@@ -106,11 +104,3 @@ class BatchPlan:
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
         return plan_epoch(self._members, rows=self.rows, seed=self.seed, epoch=epoch)
-
-
-def _fingerprint(lengths: np.ndarray, record_ids: np.ndarray, numbers: tuple[int, ...]) -> str:
-    """The sha256, in hex, of everything that the order of batches depends on."""
-    digest = hashlib.sha256()
-    for part in (lengths, record_ids, np.array(numbers)):
-        digest.update(np.array(len(part), "<i8").tobytes() + part.astype("<i8").tobytes())
-    return digest.hexdigest()

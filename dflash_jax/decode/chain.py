@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dflash_jax.decode.generate import Sequences, prefill
 from dflash_jax.models.cache import KVCache
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.models.llama import Llama
+from dflash_jax.models.target import Target
 from dflash_jax.objective.objective import Frozen, embed_blocks
 
 
@@ -33,7 +33,7 @@ class ChainResult:
 
 
 def generate_chain(
-    target: Llama,
+    target: Target,
     drafter: Drafter,
     frozen: Frozen,
     prompts: jax.Array,
@@ -49,7 +49,7 @@ def generate_chain(
     capacity = prompts.shape[1] + max_new_tokens + width
     stops = jnp.array(stop, jnp.int32)
     token, features, cache = prefill(target, prompts, lengths, capacity=capacity, taps=taps)
-    context = _empty_context(drafter, prompts.shape[0], capacity, features.dtype)
+    context = _empty_context(drafter, prompts.shape[0], capacity, frozen.embedding.dtype)
     context = _remember(drafter, context, features, jnp.zeros_like(lengths))
     one = jnp.ones(lengths.shape, jnp.int32)
     rows = Sequences.start(prompts, lengths, capacity=capacity)
@@ -89,7 +89,7 @@ def draft_block(
     positions = anchors[:, None, None] + jnp.arange(config.block_size)
     at = jnp.broadcast_to(jnp.arange(context.capacity), (token.shape[0], context.capacity))
     hidden = drafter(
-        block.astype(context.layers[0][0].dtype),
+        block,
         positions,
         context.layers,
         visible=(at < anchors[:, None])[:, None],
@@ -107,4 +107,5 @@ def _empty_context(drafter: Drafter, rows: int, capacity: int, dtype: jnp.dtype)
 def _remember(drafter: Drafter, context: KVCache, features: jax.Array, starts: jax.Array) -> KVCache:
     """Write the context of features [B, S, T * E] from position starts [B] of each row on."""
     positions = starts[:, None] + jnp.arange(features.shape[1])
+    features = features.astype(context.layers[0][0].dtype)
     return context.write(drafter.context(features, positions), starts)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.models.cache import KVCache
-from dflash_jax.models.llama import Llama
+from dflash_jax.models.target import Target
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +48,7 @@ class Sequences:
 
 
 def prefill(
-    target: Llama, prompts: jax.Array, lengths: jax.Array, *, capacity: int, taps: tuple[int, ...] = ()
+    target: Target, prompts: jax.Array, lengths: jax.Array, *, capacity: int, taps: tuple[int, ...] = ()
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """Run the prompts; returns (next token [B], features [B, P, T * E], cache that holds the prompts).
 
@@ -64,7 +64,7 @@ def prefill(
 
 
 def generate(
-    target: Llama, prompts: jax.Array, lengths: jax.Array, *, stop: tuple[int, ...], max_new_tokens: int
+    target: Target, prompts: jax.Array, lengths: jax.Array, *, stop: tuple[int, ...], max_new_tokens: int
 ) -> Sequences:
     """Greedy continuations of prompts [B, P] of `lengths` [B], each ending with a stop token or at the limit."""
     capacity = prompts.shape[1] + max_new_tokens

@@ -16,7 +16,7 @@ import numpy as np
 from dflash_jax.decode.chain import generate_chain
 from dflash_jax.decode.generate import generate
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.models.llama import Llama
+from dflash_jax.models.target import Target
 from dflash_jax.objective.objective import Frozen
 
 PROMPT_MULTIPLE = 32  # prompts are padded to this, so that few shapes are compiled
@@ -54,7 +54,7 @@ class Comparison:
 
 
 def compare(
-    target: Llama,
+    target: Target,
     drafter: Drafter,
     frozen: Frozen,
     prompts: Sequence[Prompt],
@@ -95,7 +95,7 @@ def compare(
         )
 
 
-def _difference(target: Llama, prompt: Prompt, plain: np.ndarray, chain: np.ndarray) -> Difference | None:
+def _difference(target: Target, prompt: Prompt, plain: np.ndarray, chain: np.ndarray) -> Difference | None:
     if np.array_equal(plain, chain):
         return None
     shared = min(len(plain), len(chain))

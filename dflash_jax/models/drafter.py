@@ -43,7 +43,7 @@ class DrafterConfig:
     is_causal: bool | None = None
 
     def causal(self, layer: int) -> bool:
-        """Whether slots of this layer see only earlier slots of their block (semantics.md 0.4)."""
+        """Whether slots of this layer see only earlier slots of their block."""
         return self.layer_types[layer] == SLIDING if self.is_causal is None else self.is_causal
 
     def reach(self, layer: int) -> int | None:

@@ -2,8 +2,7 @@
 
     x_0 = embed(tokens);   x_{l+1} = x_l + attention(norm x_l) + mlp(norm ...);   last = norm(x_L)
 
-A tap on layer l is x_{l+1}, the residual stream after that layer (semantics.md 0.1; Hugging Face's
-``hidden_states[l + 1]`` for l < L - 1). Features are the taps side by side.
+A tap on layer l is x_{l+1}, the residual stream after that layer. Features are the taps side by side.
 """
 
 import dataclasses

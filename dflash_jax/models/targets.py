@@ -15,10 +15,11 @@ from flax import nnx
 from dflash_jax.errors import UserError
 from dflash_jax.models import gguf, hub_folder
 from dflash_jax.models.llama import Llama, LlamaConfig
+from dflash_jax.models.target import TargetConfig
 from dflash_jax.models.weights import fill
 
 # model_type in config.json -> (configuration, module). A new family is one file and one line here.
-FAMILIES: dict[str, tuple[type[LlamaConfig], type[Llama]]] = {"llama": (LlamaConfig, Llama)}
+FAMILIES: dict[str, tuple[Any, Callable[[Any, nnx.Rngs], Any]]] = {"llama": (LlamaConfig, Llama)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class TargetFiles:
         return cls(path, fields, lambda: reader.tensors(path))
 
     @property
-    def config(self) -> LlamaConfig:
+    def config(self) -> TargetConfig:
         """The family's configuration. Raises UserError naming a field that the file lacks."""
         try:
             return FAMILIES[self.fields["model_type"]][0].from_checkpoint(self.fields)
@@ -74,7 +75,7 @@ class TargetFiles:
                     digest.update(opened.read(2**20))
         return digest.hexdigest()
 
-    def abstract(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Llama], nnx.State]:
+    def abstract(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Any], nnx.State]:
         """The module's structure and the shapes of its parameters in `dtype`, without any memory."""
         config, family = self.config, FAMILIES[self.fields["model_type"]][1]
         graph, state = nnx.split(nnx.eval_shape(lambda: family(config, nnx.Rngs(0))))

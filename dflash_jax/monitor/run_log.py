@@ -20,7 +20,6 @@ from dflash_jax.monitor.json_lines import JsonLines, read_lines
 # TensorBoard's group of a value: that of the first pattern which its name matches.
 GROUPS = {
     "lr": "optim",
-    "noise_std": "optim",
     "grad_norm": "optim",
     "update_ratio": "optim",
     "skipped*": "optim",
@@ -32,10 +31,8 @@ GROUPS = {
     "seq_len": "data",
     "bucket*": "data",
     "padding": "data",
-    "*_queue": "time",
+    "recalled": "data",
     "*_s": "time",
-    "mfu*": "device",
-    "*memory*": "device",
     "*": "train",  # loss and its terms, accuracies, streaks, accept length
 }
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 class Acceptance:
     """Sums over blocks. correct, survived, counted: [W - 1] by slot from 1; blocks: scalar.
 
-    correct: drafted token equals the label; survived: it and all before it do (prefix rule, semantics.md T16);
+    correct: drafted token equals the label; survived: it and all before it do (prefix rule);
     counted: slots with a label; blocks: blocks with a label in slot 1.
     """
 

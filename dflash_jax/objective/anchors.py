@@ -2,7 +2,7 @@
 
 An anchor a is valid if tokens a and a + 1 are both supervised and in one document: at inference the anchor is
 always a generated token, and a block whose first proposal is not generated text never occurs. Blocks may run
-over the end of the text; the slots past it carry no label (semantics.md T11-T13).
+over the end of the text; the slots past it carry no label.
 """
 
 import jax

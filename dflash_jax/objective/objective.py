@@ -22,6 +22,7 @@ from dflash_jax.objective.head import head_loss
 class Frozen:
     """The target's arrays that the drafter uses: embedding [V, D], head [V', D], draft_tokens [V'] or None.
 
+    Their dtype is the one that the drafter computes in, in training as in decoding.
     With a draft vocabulary, head holds only the rows of draft_tokens (ascending token ids) and drafted
     indices are looked up there; without one, head has all V rows and draft_tokens is None.
     """
@@ -90,7 +91,7 @@ def block_states(
 ) -> jax.Array:
     """Drafter states [B, A, W, D] of every block of a batch, each exactly as inference would compute it.
 
-    features: [B, S, T * E] of the target, in the dtype to compute in; anchors, kept: [B, A].
+    features: [B, S, T * E] of the target; anchors, kept: [B, A].
     """
     config, length = drafter.config, batch.tokens.shape[1]
 
@@ -99,13 +100,13 @@ def block_states(
 
     block = embed_blocks(
         at_anchor(batch.tokens), frozen, block_size=config.block_size, mask_token=config.mask_token
-    ).astype(features.dtype)
+    )
     positions = at_anchor(batch.positions)[:, :, None] + jnp.arange(config.block_size)
     # TRAP: strictly before the anchor; at inference the anchor's own features do not exist yet.
     before = jnp.arange(length)[None, None, :] < anchors[:, :, None]
     same = batch.segment_ids[:, None, :] == at_anchor(batch.segment_ids)[:, :, None]
     visible = before & same & kept[:, :, None]
-    context = drafter.context(features, batch.positions)
+    context = drafter.context(features.astype(block.dtype), batch.positions)
     return drafter(block, positions, context, visible=visible, context_positions=batch.positions)
 
 

@@ -50,10 +50,17 @@ class Checkpoints:
             return []
         return sorted(ocp.utils.checkpoint_steps(directory.absolute()))
 
+    @staticmethod
+    def set_aside(directory: pathlib.Path, *, after: int) -> None:
+        """Move the steps past `after` to a sibling folder, so that training can branch off there."""
+        for step in Checkpoints.saved(directory):
+            if step > after:
+                aside = directory.with_name(f"{directory.name}.after-step-{after}")
+                aside.mkdir(exist_ok=True)
+                (directory / str(step)).rename(aside / str(step))
+
     def save(self, step: int, state: TrainState, *, cursor: int, fingerprint: Fingerprint) -> None:
         """Start saving; returns once the arrays are copied, so that the state may be donated at once."""
-        if step in self._manager.all_steps():
-            return
         self._manager.save(
             step,
             args=ocp.args.Composite(

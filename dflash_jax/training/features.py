@@ -14,7 +14,7 @@ from flax import nnx
 
 from dflash_jax.batch import Batch
 from dflash_jax.mesh import Meshes
-from dflash_jax.models.llama import Llama
+from dflash_jax.models.target import Target
 from dflash_jax.sharding import rows
 
 MAX_UNFETCHED = 8  # batches whose device memory may wait for the copy to the host
@@ -68,7 +68,7 @@ class Featured:
 class FeatureSource:
     """Turns host batches into featured batches, in order, without waiting for either mesh."""
 
-    def __init__(self, target: Llama, *, taps: tuple[int, ...], meshes: Meshes, cache: FeatureCache):
+    def __init__(self, target: Target, *, taps: tuple[int, ...], meshes: Meshes, cache: FeatureCache):
         self._meshes, self._cache = meshes, cache
         self._structure, self._params = nnx.split(target)
         self._forward = jax.jit(

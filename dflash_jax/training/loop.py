@@ -1,6 +1,7 @@
 """The training loop: batches -> features -> steps, with its log, evaluations and checkpoints."""
 
 import dataclasses
+import hashlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator
@@ -60,7 +61,7 @@ def run_steps(
 ) -> tuple[TrainState, int]:
     """Train from `at` to its last step, or until `stop` has received a signal; returns (state, step).
 
-    Whatever the reason for the end, the last step is saved and logged.
+    Either way the last step taken is saved and logged.
     """
     step, cursor, started = at.step, at.cursor, time.perf_counter()
 
@@ -130,7 +131,7 @@ def _described(group: list[Arrived], recipe: Recipe, at: Progression) -> dict[st
         "epochs": at.epochs,
         "tokens": tokens,
         "rows": int((ids >= 0).sum()),
-        "record_ids": ids[ids >= 0].tolist(),
+        "records": hashlib.sha256(ids.tobytes()).hexdigest()[:16],
         "seq_len": max(lengths),
         "bucket": recipe.data.buckets.index(max(lengths)),
         "padding": 1.0 - tokens / room,

@@ -35,14 +35,14 @@ class Programs:
 
 def make_objective(experiment: Experiment, *, anchors: int) -> Objective:
     """The recipe's objective with `anchors` blocks per row."""
-    width, compute = experiment.drafter.block_size, jnp.dtype(experiment.recipe.drafter.dtype)
+    width = experiment.drafter.block_size
     weights = decay_weights(width, decay(experiment.recipe.objective, width))
 
     def objective(drafter: Drafter, batch: Batch, features: jax.Array, frozen: Frozen) -> LossSums:
         return block_loss(
             drafter,
             batch,
-            features.astype(compute),
+            features,
             frozen,
             slot_weights=jnp.asarray(weights),
             anchor_count=anchors,
@@ -56,8 +56,8 @@ def make_objective(experiment: Experiment, *, anchors: int) -> Objective:
 def make_programs(experiment: Experiment, meshes: Meshes, optimizer: optax.GradientTransformation) -> Programs:
     """Everything that runs on the drafter's mesh. One compilation for each bucket's shape."""
     mesh, rules = meshes.drafter, meshes.drafter_rules
-    structure: nnx.GraphDef[Drafter] = nnx.graphdef(nnx.eval_shape(experiment.new_drafter))
-    make_state = functools.partial(initial_state, experiment.new_drafter, optimizer)
+    structure: nnx.GraphDef[Drafter] = nnx.graphdef(nnx.eval_shape(experiment.initial_drafter))
+    make_state = functools.partial(initial_state, experiment.initial_drafter, optimizer)
     shapes = jax.eval_shape(make_state)
     places = shardings(shapes, mesh, rules)
     everywhere, split = replicated(mesh), rows(mesh)
@@ -91,9 +91,9 @@ def make_programs(experiment: Experiment, meshes: Meshes, optimizer: optax.Gradi
     )
 
 
-def make_measure(experiment: Experiment, meshes: Meshes) -> Callable[[nnx.State, Featured, Frozen], LossSums]:
+def make_evaluation(experiment: Experiment, meshes: Meshes) -> Callable[[nnx.State, Featured, Frozen], LossSums]:
     """The loss sums of one held-out batch, for parameters on the drafter's mesh."""
-    structure: nnx.GraphDef[Drafter] = nnx.graphdef(nnx.eval_shape(experiment.new_drafter))
+    structure: nnx.GraphDef[Drafter] = nnx.graphdef(nnx.eval_shape(experiment.initial_drafter))
     objective = make_objective(experiment, anchors=experiment.recipe.eval.anchors)
     everywhere, split = replicated(meshes.drafter), rows(meshes.drafter)
 

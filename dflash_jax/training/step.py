@@ -3,7 +3,7 @@
     g = sum_batches grad(sum of weighted losses) / sum_batches (sum of weights)
 
 The division comes once, after everything is added, so the result does not depend on how the rows of a step are
-spread over micro-batches or devices (semantics.md T14). A step whose loss or gradient is not finite, or that has
+spread over micro-batches or devices. A step whose loss or gradient is not finite, or that has
 nothing to learn from, changes neither parameters nor moments.
 """
 

@@ -1,0 +1,253 @@
+"""Whole trainings on a tiny target: what they write, where their arrays live, and that a kill changes nothing."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import tiny_runs
+
+from dflash_jax import evaluate, train
+from dflash_jax.arguments import build, find_named, read_yaml
+from dflash_jax.config import MeshLayout
+from dflash_jax.data.loader import batches
+from dflash_jax.dataset import open_dataset
+from dflash_jax.errors import UserError
+from dflash_jax.experiment import Experiment
+from dflash_jax.mesh import make_meshes
+from dflash_jax.training.checkpoint import Checkpoints
+from dflash_jax.training.features import FeatureCache, FeatureSource
+from dflash_jax.training.optim import learning_rate, make_optimizer
+from dflash_jax.training.programs import make_programs
+
+CLOCK = {"step_s", "elapsed_s", "eta_s", "tokens_s", "data_wait_s", "recalled"}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> tiny_runs.TinyRecipe:
+    root = tmp_path_factory.mktemp("runs")
+    return tiny_runs.save_recipe(root, tiny_runs.save_chat_llama(root / "llama"))
+
+
+@pytest.fixture(scope="module")
+def finished(recipe) -> pathlib.Path:
+    """A run of twenty steps, never interrupted."""
+    assert train.main(recipe.arguments("whole")) == 0
+    return recipe.root / "whole"
+
+
+def lines(run: pathlib.Path, name: str = "train_log.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def repeatable(run: pathlib.Path) -> list[dict]:
+    """The log without what a clock or a cold cache changes."""
+    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines(run)]
+
+
+def saved_arrays(run: pathlib.Path, step: int) -> list[np.ndarray]:
+    """Every array of a checkpoint, restored as it was saved."""
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
+        item = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(item)]
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    command = [sys.executable, "-m", "dflash_jax.train", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(process: subprocess.Popen, run: pathlib.Path, step: int) -> None:
+    deadline = time.monotonic() + 240
+    log = run / "train_log.jsonl"
+    while not log.exists() or log.read_text().count("\n") < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_run_directory_holds_what_the_readme_says(finished):
+    assert [line["step"] for line in lines(finished)] == list(range(1, 21))
+    assert [line["step"] for line in lines(finished, "eval_log.jsonl")] == [0, 10, 20]
+    assert Checkpoints.saved(finished / "checkpoints") == [15, 20]
+    assert (finished / "recipe.yaml").is_file()
+    assert list((finished / "tensorboard").glob("events*"))
+    first, last = lines(finished)[0], lines(finished)[-1]
+    assert last["loss"] < first["loss"]
+    assert first["lr"] == 0.0
+    assert last["accept_len"] == pytest.approx(1 + last["streak"])
+    assert last["epoch"] == pytest.approx(20 / train_batches(finished))
+
+
+def train_batches(run: pathlib.Path) -> int:
+    """Batches of one pass, counted from the log: the epoch rises by their inverse."""
+    return round(1 / (lines(run)[1]["epoch"] - lines(run)[0]["epoch"]))
+
+
+def test_killed_run_resumes_bit_equal(recipe, finished):
+    arguments = recipe.arguments("killed")
+    run = recipe.root / "killed"
+    process = start(arguments)
+    wait_for_step(process, run, 12)  # past the save at 10, in the middle of a pass
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert 10 in Checkpoints.saved(run / "checkpoints")
+    assert 20 not in Checkpoints.saved(run / "checkpoints")
+    resumed = start(arguments)
+    output, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, output
+    assert "continuing" in output
+    assert repeatable(run) == repeatable(finished)
+    assert lines(run, "eval_log.jsonl") == lines(finished, "eval_log.jsonl")
+    for found, expected in zip(saved_arrays(run, 20), saved_arrays(finished, 20), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_sigterm_saves_and_says_how_to_go_on(recipe):
+    run = recipe.root / "stopped"
+    process = start(recipe.arguments("stopped", "train.steps=5000", "checkpoint.every=5000"))
+    wait_for_step(process, run, 3)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "stopped by SIGTERM" in output
+    assert "the same command continues" in output
+    (step,) = Checkpoints.saved(run / "checkpoints")
+    assert [line["step"] for line in lines(run)] == list(range(1, step + 1))
+
+
+def test_finished_run_has_nothing_to_do(recipe, finished, capsys):
+    before = (finished / "train_log.jsonl").read_bytes()
+    assert train.main(recipe.arguments("whole")) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert (finished / "train_log.jsonl").read_bytes() == before
+
+
+def test_resume_from_an_older_step_sets_the_later_ones_aside(recipe, finished):
+    assert train.main(recipe.arguments("branch", "train.steps=20")) == 0
+    run = recipe.root / "branch"
+    assert train.main(recipe.arguments("branch", "resume=15")) == 0
+    assert Checkpoints.saved(run / "checkpoints") == [15, 20]
+    assert (run / "checkpoints.after-step-15" / "20").is_dir()
+    assert repeatable(run) == repeatable(finished)
+    aside = (run / "train_log.after-step-15.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in aside] == [16, 17, 18, 19, 20]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("drafter.block_size=5", "drafter.block_size"),
+        ("drafter.taps=[0,1,3]", "drafter.taps"),
+        ("data.buckets=[96,192]", "data.buckets"),
+        ("train.seed=1", "train.seed"),
+        ("target.dtype=bfloat16", "target.dtype"),
+    ],
+)
+def test_resume_refuses_what_would_change_the_meaning_of_the_weights(recipe, finished, change, named):
+    with pytest.raises(UserError, match=rf"resume: {named} is .* was trained with"):
+        train.main(recipe.arguments("whole", "train.steps=30", change))
+
+
+def test_never_resume_refuses_an_existing_run(recipe, finished):
+    with pytest.raises(UserError, match=r"out: .* holds a run already"):
+        train.main(recipe.arguments("whole", "resume=never"))
+
+
+def test_every_array_lives_on_its_mesh(recipe):
+    loaded, _ = train.read_arguments(recipe.arguments("places"))
+    experiment = Experiment.open(loaded)
+    layout = build(MeshLayout, [("cpu8", read_yaml(find_named("meshes", "cpu8", key="mesh")))])
+    meshes = make_meshes(layout, "cpu8")
+    six, seventh = set(jax.devices()[:6]), {jax.devices()[6]}
+    target = experiment.load_target(meshes.target, meshes.target_rules)
+    optimizer = make_optimizer(loaded.optim, learning_rate(loaded.optim, 20))
+    programs = make_programs(experiment, meshes, optimizer)
+    state = programs.first_state()
+    frozen = experiment.frozen(target, meshes.drafter, None)
+    data = open_dataset(experiment, loaded.data.train, recipe.root / "places" / "data", meshes=meshes)
+    source = FeatureSource(target, taps=experiment.taps, meshes=meshes, cache=FeatureCache(0))
+    batch, _ = next(batches(data.records, data.plan, start=0))
+    item = source(batch)
+    state, _ = programs.step(state, [item], frozen)
+
+    def places(tree) -> set:
+        return {frozenset(leaf.sharding.device_set) for leaf in jax.tree.leaves(tree)}
+
+    assert places(target) == {frozenset(six)}
+    assert places((state, frozen, item.features, item.batch)) == {frozenset(seventh)}
+
+
+def test_another_split_is_a_file_and_changes_nothing(recipe, finished, tmp_path):
+    by_model = dict.fromkeys(["heads", "kv_heads", "mlp", "vocab"], "model")
+    layout = {
+        "platform": "cpu",
+        "device_count": 8,
+        "target": {"devices": [0, 1, 2, 3, 4, 5], "axes": {"data": 3, "model": 2}, "rules": by_model},
+        "drafter": {"devices": [6, 7], "axes": {"data": 2}},
+    }
+    file = tmp_path / "split.yaml"
+    file.write_text(json.dumps(layout))
+    assert train.main(recipe.arguments("split", f"mesh={file}")) == 0
+    for ours, theirs in zip(lines(recipe.root / "split"), lines(finished), strict=True):
+        assert ours["records"] == theirs["records"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+
+
+def test_accumulated_batches_make_the_step_of_one_large_batch(recipe):
+    one_bucket = ["data.buckets=[192]", "train.steps=2", "eval.every=0", "optim.warmup=0"]
+    large = recipe.arguments("large", *one_bucket, f"data.tokens_per_batch={192 * 12}")
+    small = recipe.arguments("small", *one_bucket, f"data.tokens_per_batch={192 * 6}", "train.accumulate=2")
+    assert train.main(large) == 0
+    assert train.main(small) == 0
+    for ours, theirs in zip(lines(recipe.root / "small"), lines(recipe.root / "large"), strict=True):
+        assert ours["blocks"] == theirs["blocks"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_evaluation_decodes_without_changing_a_token(recipe, finished, capsys):
+    assert evaluate.main([f"run={finished}", "max_new_tokens=24", "limit=2"]) == 0
+    content = json.loads((finished / "report" / "evaluation.json").read_text())
+    assert [item["set"] for item in content["sets"]] == ["set-0", "set-1", "all"]
+    assert content["sets"][-1]["identical"] == content["sets"][-1]["prompts"] == 4
+    assert content["teacher_forced"]["accept_len"] == pytest.approx(
+        lines(finished, "eval_log.jsonl")[-1]["accept_len"], abs=1e-5
+    )
+    assert (finished / "report" / "training.png").stat().st_size > 10_000
+    assert "tokens/verify" in capsys.readouterr().out
+
+
+def test_moved_run_is_evaluated_where_it_is(recipe, finished, tmp_path):
+    moved = tmp_path / "elsewhere"
+    os.symlink(finished, moved)
+    assert evaluate.main([f"run={moved}", "max_new_tokens=8", "limit=1", "step=15"]) == 0
+    assert json.loads((moved / "report" / "evaluation.json").read_text())["step"] == 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["recipe=quickstrat"], "recipe"),
+        (["recipe=quickstart", "optim.learning_rate=1"], "optim.learning_rate"),
+        (["recipe=quickstart", "mesh=cpu9"], "mesh"),
+        (["recipe=quickstart", "data.train=nowhere.jsonl"], "data.train"),
+        (["recipe=quickstart", "target.path=/nowhere"], "target.path"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(arguments, named):
+    command = [sys.executable, "-m", "dflash_jax.train", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert named in line
