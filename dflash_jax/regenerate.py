@@ -8,6 +8,7 @@ import functools
 import json
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from dflash_jax.data.tokenizer import load_tokenizer
 from dflash_jax.decode.generate import generate
 from dflash_jax.errors import UserError
 from dflash_jax.models.targets import TargetFiles
+
+PLAIN = {"add_special_tokens": False}
 
 USAGE = """\
 usage: python -m dflash_jax.regenerate target=PATH prompts=FILE output=FILE [debug=true] [key=value ...]
@@ -75,13 +78,25 @@ def answer(conversations: list[Conversation], config: RegenerateConfig) -> list[
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         rows = jax.device_get(run(target, tokens, lengths))
         for row in range(len(batch)):
-            said = rows.tokens[row, lengths[row] : rows.lengths[row]]
-            cut = said[-1] != tokenizer.eos_token_id
-            message = {"role": "assistant", "content": tokenizer.decode(said if cut else said[:-1])}
-            answers.append(message | ({"truncated": True} if cut else {}))
+            answers.append(as_message(tokenizer, rows.tokens[row, lengths[row] : rows.lengths[row]]))
         print(f"\ranswered {len(answers)}/{len(prompts)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return answers
+
+
+def as_message(tokenizer: Any, tokens: np.ndarray) -> dict[str, Any]:
+    """An assistant message whose text becomes exactly these tokens again when it is tokenised.
+
+    tokens: [n] int32. Where the target spelled a text in other tokens than its tokenizer would, the answer ends
+    just before; such an answer, and one without an end-of-turn token, is marked "truncated".
+    """
+    ended = bool(len(tokens)) and tokens[-1] == tokenizer.eos_token_id
+    said = tokens[:-1] if ended else tokens
+    kept = len(said)
+    while kept and not np.array_equal(tokenizer.encode(tokenizer.decode(said[:kept]), **PLAIN), said[:kept]):
+        kept -= 1
+    message = {"role": "assistant", "content": tokenizer.decode(said[:kept])}
+    return message | ({} if ended and kept == len(said) else {"truncated": True})
 
 
 if __name__ == "__main__":

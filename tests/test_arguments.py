@@ -94,7 +94,7 @@ WRONG = [
         r"optim\.schedule: found 'cosin' \(did you mean 'cosine'\?\); allowed: cosine, constant",
     ),
     ("optim.schedule=linear", r"optim\.schedule: found 'linear'.*allowed: cosine, constant"),
-    ("optim.b1=1.5", r"optim\.b1: found 1\.5, allowed: 0\.0 to 1\.0"),
+    ("optim.b1=1.5", r"optim\.b1: found 1\.5, allowed: 0\.0 to 0\.9999"),
     ("optim.lr=-1", r"optim\.lr: found -1\.0, allowed: at least 0\.0"),
     ("optim.lr=nan", r"optim\.lr: found nan, allowed: at least 0\.0"),
     ("optim.lr=fast", r"command line: optim\.lr: .*'fast'"),

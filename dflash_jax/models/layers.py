@@ -75,7 +75,8 @@ def rope_table(positions: jax.Array, head_width: int, *, theta: float) -> tuple[
     # TRAP: these tables must never be rounded to bf16; at theta 1e6 position 3000 would be 3.5 rad off.
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions.astype(jnp.float32)[..., None] * frequency
-    return jnp.sin(angle), jnp.cos(angle)
+    # Without the barrier XLA computes the sines again in every layer, head and gradient that uses them.
+    return jax.lax.optimization_barrier((jnp.sin(angle), jnp.cos(angle)))
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
