@@ -61,6 +61,9 @@ class ObjectiveSection:
 
     anchors: int = option(512, "blocks per row and step", low=1)
     head_chunk: int = option(64, "blocks whose logits are alive at a time", low=1)
+    head_sample: int | None = option(
+        None, "tokens in the softmax of a step: all labels of the data and random others; null: all", low=2
+    )
     gamma: float | None = option(
         None, "decay of the slot weights; null: by block size (16: 7, 10: 5, 8: 4)", low=1e-3
     )

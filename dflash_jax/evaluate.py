@@ -168,8 +168,8 @@ def teacher_forced(
     directory = pathlib.Path(recipe.out) / "data" / "heldout"
     data = open_dataset(experiment, recipe.data.heldout, directory, meshes=meshes)
     source = FeatureSource(target, taps=experiment.taps, meshes=meshes, cache=FeatureCache(0))
-    held_out = HeldOut(data, source=source, evaluate=make_evaluation(experiment, meshes))
-    measures = held_out.measure(nnx.state(drafter, nnx.Param), frozen)
+    held_out = HeldOut(data, frozen, source=source, evaluate=make_evaluation(experiment, meshes))
+    measures = held_out.measure(nnx.state(drafter, nnx.Param))
     return {name: plain(value) for name, value in jax.device_get(measures).items()}
 
 

@@ -14,9 +14,11 @@ from dflash_jax import resolve
 from dflash_jax.config import Recipe
 from dflash_jax.data.records import Records
 from dflash_jax.data.tokenizer import load_tokenizer
+from dflash_jax.errors import UserError
 from dflash_jax.models.drafter import Drafter, DrafterConfig
 from dflash_jax.models.target import Target
 from dflash_jax.models.targets import TargetFiles
+from dflash_jax.objective.head_sample import HeadSample
 from dflash_jax.objective.objective import Frozen
 from dflash_jax.sharding import Rules, replicated, shardings
 
@@ -86,6 +88,21 @@ class Experiment:
         """The draft vocabulary [V'], from the training records; None where the head covers all tokens."""
         _, supervised = records.token_counts()
         return resolve.draft_vocabulary(self.recipe.drafter.vocab, supervised, vocab=self.files.config.vocab)
+
+    def head_sample(self, records: Records) -> HeadSample | None:
+        """What the softmax of a training step is drawn from, or None where it covers the whole head."""
+        size = self.recipe.objective.head_sample
+        if size is None:
+            return None
+        if self.recipe.drafter.vocab is not None:
+            raise UserError("objective.head_sample: not together with drafter.vocab; set one of them to null")
+        sample = HeadSample.split(records.token_counts()[1], vocab=self.files.config.vocab)
+        if size <= len(sample.labels):
+            raise UserError(
+                f"objective.head_sample: found {size}, but the data has {len(sample.labels)} tokens as labels; "
+                "the sample must hold all of them and some others"
+            )
+        return sample
 
     def frozen(self, target: Target, mesh: Mesh, draft_tokens: np.ndarray | None) -> Frozen:
         """The target's embedding and head for the drafter's use, on the drafter's mesh, in drafter.dtype."""

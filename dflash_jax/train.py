@@ -5,9 +5,11 @@ data/ (tokenised records) and, after an evaluation, report/. Given again, the sa
 """
 
 import contextlib
+import dataclasses
 import math
 import pathlib
 
+import jax
 from omegaconf import OmegaConf
 
 from dflash_jax import resolve
@@ -20,6 +22,7 @@ from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import Meshes, make_meshes, prepare_devices
 from dflash_jax.monitor.progress import Progress
 from dflash_jax.monitor.run_log import RunLog
+from dflash_jax.sharding import replicated
 from dflash_jax.training.checkpoint import Checkpoints, chosen_step
 from dflash_jax.training.features import FeatureCache, FeatureSource
 from dflash_jax.training.heldout import HeldOut
@@ -88,6 +91,7 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
     held_out = None
     if recipe.data.heldout is not None and recipe.eval.every:
         held_out = open_dataset(experiment, recipe.data.heldout, run / "data" / "heldout", meshes=meshes)
+    head_sample = experiment.head_sample(data.records)
     if start >= steps:
         print(f"{run} is trained to its last step {start}; nothing to do")
         return
@@ -96,6 +100,7 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
     print_start(experiment, data, steps=steps, parameters=parameter_count(programs.abstract))
     target = experiment.load_target(meshes.target, meshes.target_rules)
     frozen = experiment.frozen(target, meshes.drafter, experiment.draft_tokens(data.records))
+    sample = jax.device_put(head_sample, replicated(meshes.drafter))
 
     def source() -> FeatureSource:
         cache = FeatureCache(int(recipe.pipeline.feature_cache_gib * 2**30))
@@ -125,11 +130,12 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
             recipe=recipe,
             programs=programs,
             source=source(),
-            frozen=frozen,
+            frozen=dataclasses.replace(frozen, sample=sample),
             log=log,
             checkpoints=checkpoints,
             fingerprint=fingerprint,
-            held_out=held_out and HeldOut(held_out, source=source(), evaluate=make_evaluation(experiment, meshes)),
+            held_out=held_out
+            and HeldOut(held_out, frozen, source=source(), evaluate=make_evaluation(experiment, meshes)),
             stop=stop,
         )
     if stop.received:

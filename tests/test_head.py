@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.objective.head import head_loss
+from dflash_jax.objective.head import Head, head_loss
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 500])
@@ -16,13 +16,15 @@ def test_the_chunked_head_equals_plain_autodiff(chunk):
     labels, weights = jnp.asarray(random.integers(0, 29, (7, 4))), random.random((7, 4)).astype(np.float32)
     weights[2], weights[5, 1:] = 0, 0
 
+    offsets = jnp.asarray(random.standard_normal(29), jnp.float32)
+
     def plain(hidden):
-        log_shares = jax.nn.log_softmax(hidden @ head.T)
+        log_shares = jax.nn.log_softmax(hidden @ head.T + offsets)
         losses = -jnp.take_along_axis(log_shares, labels[..., None], axis=-1)[..., 0]
         return 3 * (losses * weights).sum(), losses
 
     def chunked(hidden):
-        found = head_loss(hidden, head, labels, jnp.asarray(weights), chunk)
+        found = head_loss(hidden, Head(head, offsets), labels, jnp.asarray(weights), chunk)
         return 3 * found.total, found
 
     (expected, losses), slope = jax.value_and_grad(plain, has_aux=True)(jnp.asarray(hidden))
@@ -30,8 +32,8 @@ def test_the_chunked_head_equals_plain_autodiff(chunk):
     np.testing.assert_allclose(total, expected, rtol=1e-6)
     np.testing.assert_allclose(found.losses, losses, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(gradient, slope, rtol=1e-4, atol=1e-6)
-    np.testing.assert_array_equal(found.correct, (hidden @ head.T).argmax(-1) == labels)
-    undifferentiated = head_loss(jnp.asarray(hidden), head, labels, jnp.asarray(weights), chunk)
+    np.testing.assert_array_equal(found.correct, (hidden @ head.T + offsets).argmax(-1) == labels)
+    undifferentiated = head_loss(jnp.asarray(hidden), Head(head, offsets), labels, jnp.asarray(weights), chunk)
     jax.tree.map(np.testing.assert_array_equal, undifferentiated, found)
 
 
@@ -40,6 +42,6 @@ def test_bfloat16_states_have_float32_losses():
     # loss, 0.474, would not.
     hidden = jnp.asarray([[[1.0, 0.5]]], jnp.bfloat16)
     head = jnp.asarray([[100.0, 1.0], [100.0, 0.0]], jnp.bfloat16)
-    found = head_loss(hidden, head, jnp.asarray([[0]]), jnp.ones((1, 1)), 1)
+    found = head_loss(hidden, Head(head, jnp.zeros(2)), jnp.asarray([[0]]), jnp.ones((1, 1)), 1)
     assert found.losses.dtype == jnp.float32
     assert found.losses[0, 0] == pytest.approx(np.log1p(np.exp(-0.5)), abs=1e-5)

@@ -72,6 +72,4 @@ def test_resume_at_every_position_gives_the_remaining_batches(records, plan, rea
 
 
 def test_grain_finds_the_state_exact(records, plan):
-    grain.experimental.assert_equal_output_after_checkpoint(
-        batch_dataset(records, plan).map(dataclasses.asdict)
-    )
+    grain.experimental.assert_equal_output_after_checkpoint(batch_dataset(records, plan).map(dataclasses.asdict))

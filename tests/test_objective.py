@@ -66,7 +66,9 @@ def against_specforge(request, golden):
                 slot_weights=jnp.asarray(decay_weights(8, 7.0)),
                 anchors=jnp.asarray(golden["anchors"], jnp.int32),
                 kept=kept,
+                seed=0,
                 head_chunk=4,
+                head_sample=None,
             )
             return found.loss, found
 
@@ -162,7 +164,9 @@ def at_anchors(drafter, batch, features, frozen, anchors, kept):
         slot_weights=jnp.asarray(WEIGHTS),
         anchors=anchors,
         kept=kept,
+        seed=0,
         head_chunk=3,
+        head_sample=None,
     )
 
 
@@ -266,6 +270,7 @@ def test_a_batch_without_a_single_anchor_gives_zeros_and_finite_gradients(rows):
             anchor_count=4,
             seed=0,
             head_chunk=3,
+            head_sample=None,
         )
         return sums.loss, sums
 

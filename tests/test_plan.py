@@ -20,8 +20,7 @@ def make(lengths=LENGTHS, *, seed=0, epochs=2, **kwargs):
 
 def listed(plan):
     return [
-        (batch.epoch, batch.bucket, batch.record_ids.tolist())
-        for batch in map(plan.__getitem__, range(len(plan)))
+        (batch.epoch, batch.bucket, batch.record_ids.tolist()) for batch in map(plan.__getitem__, range(len(plan)))
     ]
 
 
@@ -39,8 +38,7 @@ def test_every_record_once_an_epoch_in_its_bucket(lengths, seed, epochs):
     assert len(plan) == plan.batches_per_epoch * epochs
     for epoch in range(epochs):
         pass_ = [
-            plan[index]
-            for index in range(epoch * plan.batches_per_epoch, (epoch + 1) * plan.batches_per_epoch)
+            plan[index] for index in range(epoch * plan.batches_per_epoch, (epoch + 1) * plan.batches_per_epoch)
         ]
         ids = np.concatenate([batch.record_ids for batch in pass_])
         assert sorted(ids[ids >= 0]) == list(range(len(lengths)))
@@ -107,9 +105,7 @@ def test_order_depends_on_seed_and_epoch_only():
 
 def test_records_are_shuffled_within_their_bucket_anew_each_epoch():
     plan = make(np.full(70, 5, np.int32))
-    passes = [
-        np.concatenate([plan[10 * epoch + index].record_ids for index in range(10)]) for epoch in (0, 1)
-    ]
+    passes = [np.concatenate([plan[10 * epoch + index].record_ids for index in range(10)]) for epoch in (0, 1)]
     assert [sorted(ids) for ids in passes] == [list(range(70))] * 2
     assert all((ids != np.arange(70)).mean() > 0.8 for ids in passes)
     assert (passes[0] != passes[1]).mean() > 0.8

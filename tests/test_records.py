@@ -18,9 +18,7 @@ def encoded(tokens, mask):
 
 def rows(count):
     rng = np.random.default_rng(0)
-    return [
-        encoded(rng.integers(0, 250_000, n), rng.random(n) < 0.5) for n in rng.integers(1, 200, size=count)
-    ]
+    return [encoded(rng.integers(0, 250_000, n), rng.random(n) < 0.5) for n in rng.integers(1, 200, size=count)]
 
 
 @pytest.fixture
@@ -36,9 +34,7 @@ def test_roundtrip(written):
     assert records.lengths.tolist() == [len(row.tokens) for row in expected]
     for record_id in (*range(50), 7):
         np.testing.assert_array_equal(records[record_id].tokens, expected[record_id].tokens, strict=True)
-        np.testing.assert_array_equal(
-            records[record_id].loss_mask, expected[record_id].loss_mask, strict=True
-        )
+        np.testing.assert_array_equal(records[record_id].loss_mask, expected[record_id].loss_mask, strict=True)
     assert sorted(path.name for path in written.iterdir()) == sorted([RECORDS, LENGTHS, MANIFEST])
     assert records.manifest["source"] == "c.jsonl"
 

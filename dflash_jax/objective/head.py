@@ -21,11 +21,18 @@ class HeadResult(NamedTuple):
     correct: jax.Array
 
 
+class Head(NamedTuple):
+    """The frozen output layer. rows: [V, D]; offsets: [V] float32, added to the logits."""
+
+    rows: jax.Array
+    offsets: jax.Array
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def head_loss(hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array, chunk: int) -> HeadResult:
+def head_loss(hidden: jax.Array, head: Head, labels: jax.Array, weights: jax.Array, chunk: int) -> HeadResult:
     """Weighted cross-entropy of M blocks with X slots each; only `hidden` receives a gradient, from `total`.
 
-    hidden: [M, X, D]; head: [V, D]; labels: [M, X] int32 rows of the head; weights: [M, X] float32;
+    hidden: [M, X, D]; labels: [M, X] int32 rows of the head; weights: [M, X] float32;
     chunk: blocks whose logits are alive at a time. Products accumulate in float32.
     """
     result, _ = _in_chunks(hidden, head, labels, weights, chunk=chunk, differentiate=False)
@@ -34,13 +41,13 @@ def head_loss(hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: ja
 
 def _forward(hidden, head, labels, weights, chunk):
     result, gradient = _in_chunks(hidden, head, labels, weights, chunk=chunk, differentiate=True)
-    return result, (gradient, head, labels, weights)
+    return result, (gradient, head, weights)
 
 
 def _backward(chunk, residuals, cotangent: HeadResult):
-    gradient, head, _, weights = residuals
+    gradient, head, weights = residuals
     scaled = (cotangent.total * gradient.astype(jnp.float32)).astype(gradient.dtype)
-    return scaled, jnp.zeros_like(head), None, jnp.zeros_like(weights)
+    return scaled, jax.tree.map(jnp.zeros_like, head), None, jnp.zeros_like(weights)
 
 
 head_loss.defvjp(_forward, _backward)
@@ -66,9 +73,9 @@ def _in_chunks(hidden, head, labels, weights, *, chunk: int, differentiate: bool
     return HeadResult((losses * weights).sum(), losses, correct), joined(gradient)
 
 
-def _one_chunk(hidden, labels, weights, *, head: jax.Array, differentiate: bool):
-    head = head.astype(hidden.dtype)
-    logits = jnp.einsum("MXD,VD->MXV", hidden, head, preferred_element_type=jnp.float32)
+def _one_chunk(hidden, labels, weights, *, head: Head, differentiate: bool):
+    rows = head.rows.astype(hidden.dtype)
+    logits = jnp.einsum("MXD,VD->MXV", hidden, rows, preferred_element_type=jnp.float32) + head.offsets
     highest = logits.max(axis=-1)
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     exponentials = jnp.exp(logits - highest[..., None])
@@ -76,7 +83,7 @@ def _one_chunk(hidden, labels, weights, *, head: jax.Array, differentiate: bool)
     losses = jnp.log(total) + highest - chosen
     if not differentiate:
         return losses, chosen >= highest, jnp.zeros_like(hidden)
-    is_label = jnp.arange(head.shape[0]) == labels[..., None]
+    is_label = jnp.arange(rows.shape[0]) == labels[..., None]
     slope = exponentials * (weights / total)[..., None] - jnp.where(is_label, weights[..., None], 0.0)
-    gradient = jnp.einsum("MXV,VD->MXD", slope.astype(hidden.dtype), head, preferred_element_type=jnp.float32)
+    gradient = jnp.einsum("MXV,VD->MXD", slope.astype(hidden.dtype), rows, preferred_element_type=jnp.float32)
     return losses, chosen >= highest, gradient.astype(hidden.dtype)

@@ -14,7 +14,8 @@ from dflash_jax.batch import Batch
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.objective.acceptance import Acceptance, acceptance
 from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
-from dflash_jax.objective.head import head_loss
+from dflash_jax.objective.head import Head, head_loss
+from dflash_jax.objective.head_sample import HeadSample
 
 
 @jax.tree_util.register_dataclass
@@ -24,19 +25,33 @@ class Frozen:
 
     Their dtype is the one that the drafter computes in, in training as in decoding.
     With a draft vocabulary, head holds only the rows of draft_tokens (ascending token ids) and drafted
-    indices are looked up there; without one, head has all V rows and draft_tokens is None.
+    indices are looked up there; without one, head has all V rows and draft_tokens is None. With a sample, a
+    training loss looks at part of the head at a time.
     """
 
     embedding: jax.Array
     head: jax.Array
     draft_tokens: jax.Array | None
+    sample: HeadSample | None = None
 
     def index_of(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rows of the head for tokens [...], and whether each token has one."""
         if self.draft_tokens is None:
             return tokens, jnp.ones(tokens.shape, bool)
-        index = jnp.minimum(jnp.searchsorted(self.draft_tokens, tokens), self.draft_tokens.shape[0] - 1)
-        return index, self.draft_tokens[index] == tokens
+        return _look_up(self.draft_tokens, tokens)
+
+    def softmax_over(
+        self, labels: jax.Array, key: jax.Array, *, size: int | None
+    ) -> tuple[Head, jax.Array, jax.Array]:
+        """The part of the head that a loss normalises over, the labels' rows in it, and which labels have one.
+
+        size: rows drawn with `key` where there is a sample to draw from; otherwise the whole head is taken.
+        """
+        if self.sample is None or size is None:
+            offsets = jnp.zeros(self.head.shape[0], jnp.float32)
+            return Head(self.head, offsets), *self.index_of(labels)
+        tokens, offsets = self.sample.draw(key, size)
+        return Head(self.head[tokens], offsets), *_look_up(self.sample.labels, labels)
 
     def tokens_of(self, index: jax.Array) -> jax.Array:
         """Token ids of head rows [...]."""
@@ -46,6 +61,11 @@ class Frozen:
         """[..., V'] float32 logits of drafter states [..., D]."""
         head = self.head.astype(hidden.dtype)
         return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _look_up(ascending: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    index = jnp.minimum(jnp.searchsorted(ascending, tokens), ascending.shape[0] - 1)
+    return index, ascending[index] == tokens
 
 
 @jax.tree_util.register_dataclass
@@ -120,11 +140,12 @@ def block_loss(
     anchor_count: int,
     seed: int,
     head_chunk: int,
+    head_sample: int | None,
 ) -> LossSums:
     """Loss and acceptance sums of one batch with freshly drawn anchors.
 
     features: [B, S, T * E]; slot_weights: [W] float32 with 0 for slot 0; seed: of the anchors' draw;
-    head_chunk: blocks whose logits are alive at a time.
+    head_chunk: blocks whose logits are alive at a time; head_sample: tokens in the softmax, None for all.
     """
     valid = valid_anchors(batch.loss_mask, batch.segment_ids)
     keys = row_keys(seed, batch.epochs, batch.record_ids)
@@ -137,7 +158,9 @@ def block_loss(
         slot_weights=slot_weights,
         anchors=anchors,
         kept=kept,
+        seed=seed,
         head_chunk=head_chunk,
+        head_sample=head_sample,
     )
 
 
@@ -150,7 +173,9 @@ def anchored_loss(
     slot_weights: jax.Array,
     anchors: jax.Array,
     kept: jax.Array,
+    seed: int,
     head_chunk: int,
+    head_sample: int | None,
 ) -> LossSums:
     """`block_loss` at given anchors [B, A]; blocks with kept [B, A] False weigh nothing."""
     width = drafter.config.block_size
@@ -160,13 +185,15 @@ def anchored_loss(
     hidden = block_states(drafter, batch, features, frozen, anchors=anchors, kept=kept)
     # Slot 0 predicts nothing, so the head never sees it.
     hidden, labels, mask = hidden[:, :, 1:], labels[:, :, 1:], mask[:, :, 1:]
-    index, known = frozen.index_of(labels)
+    # One draw for a batch: the address of its randomness is what is in it.
+    key = row_keys(seed, batch.epochs[:1], batch.record_ids.sum()[None])[0]
+    head, index, known = frozen.softmax_over(labels, key, size=head_sample)
     weights = slot_weights[1:] * (mask & known)
 
     def by_block(values: jax.Array) -> jax.Array:
         return values.reshape(-1, *values.shape[2:])
 
     with jax.named_scope("head"):
-        found = head_loss(by_block(hidden), frozen.head, by_block(index), by_block(weights), head_chunk)
+        found = head_loss(by_block(hidden), head, by_block(index), by_block(weights), head_chunk)
     correct = found.correct.reshape(mask.shape) & known
     return LossSums(loss=found.total, weight=weights.sum(), acceptance=acceptance(correct, mask))

@@ -18,13 +18,14 @@ EvaluateBatch = Callable[[nnx.State, Featured, Frozen], LossSums]
 class HeldOut:
     """The held-out records with the plan of one pass; `measure` runs the drafter over all of them."""
 
-    def __init__(self, data: Dataset, *, source: FeatureSource, evaluate: EvaluateBatch):
-        self._data, self._source, self._evaluate = data, source, evaluate
+    def __init__(self, data: Dataset, frozen: Frozen, *, source: FeatureSource, evaluate: EvaluateBatch):
+        self._data, self._frozen = data, frozen
+        self._source, self._evaluate = source, evaluate
 
-    def measure(self, params: nnx.State, frozen: Frozen) -> dict[str, jax.Array]:
+    def measure(self, params: nnx.State) -> dict[str, jax.Array]:
         """Loss, accuracy, accept length and its make-up by position, over the sampled blocks of all records."""
         sums = [
-            self._evaluate(params, self._source(batch), frozen)
+            self._evaluate(params, self._source(batch), self._frozen)
             for batch, _ in batches(self._data.records, self._data.plan, start=0)
         ]
         return functools.reduce(operator.add, sums).measures()

@@ -68,7 +68,7 @@ def run_steps(
     def evaluate() -> None:
         log.flush()
         if held_out is not None:
-            log.log_evaluation(step, held_out.measure(state.params, frozen))
+            log.log_evaluation(step, held_out.measure(state.params))
 
     def save() -> None:
         # Every line up to this step must be on disk first, or a kill would leave a gap in the log.

@@ -48,6 +48,7 @@ def make_objective(experiment: Experiment, *, anchors: int) -> Objective:
             anchor_count=anchors,
             seed=experiment.recipe.train.seed,
             head_chunk=experiment.recipe.objective.head_chunk,
+            head_sample=experiment.recipe.objective.head_sample,
         )
 
     return objective

@@ -1,0 +1,38 @@
+"""A softmax over part of the vocabulary that estimates the whole: cheap training, full-vocabulary drafting.
+
+    Z = sum_v exp l_v  ~  sum_{v in data} exp l_v + (V - V_data) / M * sum_{v in sample} exp l_v
+
+All tokens that occur as labels are in it every time; M of the others are drawn anew for each batch and stand for
+all of them. The estimate of Z is unbiased, so tokens that never occur are still pushed down, and the drafter may
+be used with the target's whole head.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadSample:
+    """labels: [V_data] int32, ascending, tokens that occur as labels; others: [V - V_data] int32, the rest."""
+
+    labels: jax.Array
+    others: jax.Array
+
+    @classmethod
+    def split(cls, counts: np.ndarray, *, vocab: int) -> Self:
+        """From how often each token is a label. counts: [<= V] int."""
+        occurs = np.pad(counts, (0, vocab - len(counts))) > 0
+        return cls(np.flatnonzero(occurs).astype(np.int32), np.flatnonzero(~occurs).astype(np.int32))  # pyright: ignore[reportArgumentType]
+
+    def draw(self, key: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        """`size` tokens [size] int32, the labels first, and what to add to their logits [size] float32."""
+        extra = size - self.labels.shape[0]
+        drawn = self.others[jax.random.randint(key, (extra,), 0, self.others.shape[0])]
+        correction = jnp.log(self.others.shape[0] / extra)
+        offsets = jnp.concatenate([jnp.zeros(self.labels.shape), jnp.full((extra,), correction)])
+        return jnp.concatenate([self.labels, drawn]), offsets.astype(jnp.float32)
