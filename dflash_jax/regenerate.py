@@ -60,7 +60,7 @@ def answer(conversations: list[Conversation], config: RegenerateConfig) -> list[
     """The target's greedy answer to each conversation, as an assistant message."""
     path = resolve.target_path(config.target)
     files = TargetFiles.open(path)
-    tokenizer = load_tokenizer(path)
+    tokenizer: Any = load_tokenizer(path)
     graph, abstract = files.abstract(jnp.dtype(config.dtype))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = nnx.merge(graph, files.load(abstract, jax.tree.map(lambda _: device, abstract)))

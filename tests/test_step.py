@@ -1,0 +1,110 @@
+"""The optimizer step: exact normalisation, the guard against bad gradients, and the learning rate's course."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from dflash_jax.config import OptimSection
+from dflash_jax.objective.acceptance import Acceptance
+from dflash_jax.objective.objective import LossSums
+from dflash_jax.training.optim import learning_rate, make_optimizer
+from dflash_jax.training.state import TrainState
+from dflash_jax.training.step import GradientSums, apply_gradients
+
+
+def sums(loss: float, weight: float) -> LossSums:
+    zeros = jnp.zeros(3)
+    return LossSums(jnp.float32(loss), jnp.float32(weight), Acceptance(zeros, zeros, zeros, jnp.float32(0)))
+
+
+def gradients(values: list[float], *, loss: float = 1.0, weight: float = 1.0) -> GradientSums:
+    return GradientSums(nnx.State({"w": nnx.Param(jnp.asarray(values))}), sums(loss, weight))
+
+
+def start(optimizer: optax.GradientTransformation) -> TrainState:
+    params = nnx.State({"w": nnx.Param(jnp.asarray([1.0, -2.0]))})
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def plain_optimizer(**changes) -> optax.GradientTransformation:
+    section = dataclasses.replace(OptimSection(warmup=0.0, schedule="constant", lr=0.1), **changes)
+    return make_optimizer(section, learning_rate(section, 10))
+
+
+def test_two_batches_weigh_by_their_slots_and_not_alike():
+    # Worked by hand: batch A has 200 / 100, batch B 60 / 10; the mean over slots is 260 / 110, not 4.
+    total = gradients([30.0, 0.0], loss=200, weight=100) + gradients([3.0, 0.0], loss=60, weight=10)
+    _, metrics = apply_gradients(start(plain_optimizer()), total, optimizer=plain_optimizer())
+    assert metrics["loss"] == pytest.approx(260 / 110)
+    assert metrics["grad_norm"] == pytest.approx(33 / 110)
+
+
+def test_first_adamw_step_moves_every_weight_by_the_learning_rate():
+    # Bias-corrected moments of a first step are g and g^2, so the update is lr * sign(g).
+    optimizer = plain_optimizer()
+    state, metrics = apply_gradients(start(optimizer), gradients([0.3, -0.002]), optimizer=optimizer)
+    np.testing.assert_allclose(state.params["w"][...], [0.9, -1.9], atol=1e-5)
+    assert metrics["lr"] == pytest.approx(0.1)
+    assert int(state.step) == 1
+
+
+def test_moments_decay_as_the_recipe_says():
+    optimizer = plain_optimizer()
+    state, _ = apply_gradients(start(optimizer), gradients([0.5, 0.5]), optimizer=optimizer)
+    (adam,) = [item for item in jax.tree.leaves(state.opt, is_leaf=is_adam) if is_adam(item)]
+    np.testing.assert_allclose(adam.mu["w"][...], 0.1 * 0.5, rtol=1e-6)  # 1 - b1 = 0.1
+    np.testing.assert_allclose(adam.nu["w"][...], 0.05 * 0.25, rtol=1e-5)  # 1 - b2 = 0.05
+
+
+def is_adam(item) -> bool:
+    return isinstance(item, optax.ScaleByAdamState)
+
+
+def test_clipping_is_by_global_norm_after_normalisation():
+    optimizer = plain_optimizer(clip_norm=1.0)
+    clipped, metrics = apply_gradients(start(optimizer), gradients([60.0, 80.0], weight=10), optimizer=optimizer)
+    unclipped, _ = apply_gradients(start(optimizer), gradients([0.6, 0.8]), optimizer=optimizer)
+    assert metrics["grad_norm"] == pytest.approx(10.0)
+    jax.tree.map(np.testing.assert_allclose, clipped.opt, unclipped.opt)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        gradients([np.nan, 1.0]),
+        gradients([np.inf, 1.0]),
+        gradients([0.0, 0.0], loss=np.nan),
+        gradients([0.0, 0.0], loss=0.0, weight=0.0),
+    ],
+    ids=["nan", "inf", "nan loss", "nothing to learn from"],
+)
+def test_a_bad_step_changes_nothing_and_is_counted(bad):
+    optimizer = plain_optimizer()
+    before = start(optimizer)
+    after, metrics = apply_gradients(before, bad, optimizer=optimizer)
+    assert int(metrics["skipped"]) == 1
+    assert int(after.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+    jax.tree.map(np.testing.assert_array_equal, after.opt, before.opt)
+
+
+def test_learning_rate_rises_linearly_then_falls_by_cosine_to_zero():
+    section = OptimSection(lr=6e-4, warmup=0.04, schedule="cosine")
+    rate = learning_rate(section, 1000)
+    assert rate(0) == 0.0
+    assert rate(20) == pytest.approx(3e-4)
+    assert rate(40) == pytest.approx(6e-4)
+    assert rate(520) == pytest.approx(3e-4)
+    assert rate(1000) == pytest.approx(0.0, abs=1e-10)
+    assert max(float(rate(step)) for step in range(1001)) <= 6e-4 * (1 + 1e-6)
+
+
+def test_constant_schedule_stays_at_its_peak():
+    rate = learning_rate(OptimSection(lr=1e-3, warmup=0.1, schedule="constant"), 100)
+    assert rate(5) == pytest.approx(5e-4)
+    assert rate(10) == rate(99) == pytest.approx(1e-3)
