@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Train a drafter for a real 135 M model on eight virtual devices, then decode with it (about 15 minutes).
 quickstart: $(VENV)/demo.done
 	$(BIN)/python -m dflash_jax.train recipe=quickstart
-	$(BIN)/python -m dflash_jax.evaluate run=runs/quickstart
+	$(BIN)/python -m dflash_jax.evaluate run=runs/quickstart max_new_tokens=64
 
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest

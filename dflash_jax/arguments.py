@@ -139,7 +139,7 @@ def _refuse_unknown(schema: type, tree: Mapping[str, Any], origin: str, prefix: 
                 f"{origin}: unknown key {key!r}{_suggestion(str(name), list(hints), prefix)}; "
                 f"{where}: {', '.join(hints)}"
             )
-        if "${" in str(value):
+        if isinstance(value, str) and "${" in value:
             raise UserError(f"{origin}: {key}: references such as {value!r} are not supported; write the value")
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):

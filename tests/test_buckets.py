@@ -33,5 +33,5 @@ def test_budget_that_is_too_small_is_named():
 
 @pytest.mark.parametrize("edges", [(), (0, 5), (5, 5), (8, 4)])
 def test_edges_must_increase(edges):
-    with pytest.raises(UserError, match=r"data\.edges must be positive and strictly increasing"):
+    with pytest.raises(UserError, match=r"data\.buckets must be positive and strictly increasing"):
         fits(np.array([1]), edges)
