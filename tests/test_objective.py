@@ -215,7 +215,7 @@ def test_drawn_anchors_give_the_loss_of_those_anchors(rows):
     valid = valid_anchors(rows.batch.loss_mask, rows.batch.segment_ids)
     keys = row_keys(3, rows.batch.epochs, rows.batch.record_ids)
     expected = at_anchors(drafter, rows.batch, rows.features, rows.frozen, *draw_anchors(keys, valid, 4))
-    drawn = jax.jit(block_loss, static_argnames=("anchor_count", "seed", "head_chunk"))(
+    drawn = jax.jit(block_loss, static_argnames=("anchor_count", "seed", "head_chunk", "head_sample"))(
         drafter,
         rows.batch,
         rows.features,
@@ -224,6 +224,7 @@ def test_drawn_anchors_give_the_loss_of_those_anchors(rows):
         anchor_count=4,
         seed=3,
         head_chunk=3,
+        head_sample=None,
     )
     assert drawn.acceptance.blocks == 8
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), drawn, expected)

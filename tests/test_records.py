@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.data.chat import Encoded
-from dflash_jax.data.records import LENGTHS, MANIFEST, RECORDS, Records, write_records
+from dflash_jax.data.records import COUNTS, LENGTHS, MANIFEST, RECORDS, Records, write_records
 from dflash_jax.errors import UserError
 
 
@@ -35,8 +35,12 @@ def test_roundtrip(written):
     for record_id in (*range(50), 7):
         np.testing.assert_array_equal(records[record_id].tokens, expected[record_id].tokens, strict=True)
         np.testing.assert_array_equal(records[record_id].loss_mask, expected[record_id].loss_mask, strict=True)
-    assert sorted(path.name for path in written.iterdir()) == sorted([RECORDS, LENGTHS, MANIFEST])
+    assert sorted(path.name for path in written.iterdir()) == sorted([RECORDS, LENGTHS, COUNTS, MANIFEST])
     assert records.manifest["source"] == "c.jsonl"
+    every, supervised = records.token_counts()
+    for token in (0, int(expected[3].tokens[0])):
+        assert every[token] == sum((row.tokens == token).sum() for row in expected)
+        assert supervised[token] == sum((row.tokens[row.loss_mask] == token).sum() for row in expected)
 
 
 def test_digest_is_over_lengths_and_documented_record_bytes(tmp_path):

@@ -180,7 +180,7 @@ def test_tensorboard_groups_values_by_meaning(tmp_path):
         "bucket": 3,
         "tokens": 64,
         "step_s": 2.0,
-        "feature_queue": 2,
+        "feature_wait_s": 2,
         "digest": "ab12",
     }
     with RunLog(tmp_path, resumed_at=0) as log:
@@ -196,7 +196,7 @@ def test_tensorboard_groups_values_by_meaning(tmp_path):
         ("data/bucket_steps", 1): 1.0,
         ("data/tokens", 1): 64.0,
         ("time/step_s", 1): 2.0,
-        ("time/feature_queue", 1): 2.0,
+        ("time/feature_wait_s", 1): 2.0,
         ("bucket_3/loss", 1): 4.0,
         ("bucket_3/accept_len", 1): 1.5,
         ("bucket_3/steps", 1): 1.0,

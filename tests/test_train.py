@@ -147,7 +147,7 @@ def test_resume_from_an_older_step_sets_the_later_ones_aside(recipe, finished):
     [
         ("drafter.block_size=5", "drafter.block_size"),
         ("drafter.taps=[0,1,3]", "drafter.taps"),
-        ("data.buckets=[96,192]", "data.buckets"),
+        ("data.buckets=[160,192]", "data.buckets"),
         ("train.seed=1", "train.seed"),
         ("target.dtype=bfloat16", "target.dtype"),
     ],

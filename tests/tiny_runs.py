@@ -60,7 +60,7 @@ class TinyRecipe:
 
 
 def save_recipe(root: pathlib.Path, target: pathlib.Path) -> TinyRecipe:
-    """Thirty conversations in three buckets: passes of several batches, some of them with empty rows."""
+    """Thirty conversations in two buckets: passes of several batches, some of them with empty rows."""
     write_conversations(root / "train.jsonl", 30, seed=1)
     write_conversations(root / "heldout.jsonl", 7, seed=2)
     recipe = {
@@ -73,7 +73,7 @@ def save_recipe(root: pathlib.Path, target: pathlib.Path) -> TinyRecipe:
         "data": {
             "train": str(root / "train.jsonl"),
             "heldout": str(root / "heldout.jsonl"),
-            "buckets": [96, 128, 192],
+            "buckets": [128, 192],
             "tokens_per_batch": 1152,
         },
         "train": {"steps": 20},
