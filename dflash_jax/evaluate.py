@@ -113,7 +113,9 @@ def evaluate(
     print(f"{experiment.name}, drafter of {run} at step {step}", flush=True)
     forced = teacher_forced(experiment, meshes, target=target, drafter=drafter, frozen=frozen)
     if forced:
-        print(f"held-out accept length, teacher-forced: {forced['accept_len']:.2f} over {forced['blocks']} blocks")
+        print(
+            f"held-out, teacher-forced: accept length {forced['accept_len']:.2f} over {forced['blocks']:.0f} blocks"
+        )
     found = []
     for item in compare(
         target,
@@ -125,8 +127,8 @@ def evaluate(
         max_new_tokens=config.max_new_tokens,
     ):
         found.append(item)
-        print(f"\rdecoded {len(found)}/{len(prompts)} prompts", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"\rdecoded {len(found)}/{len(prompts)} prompts ", end="", file=sys.stderr, flush=True)
     reports = by_set(found)
     print(table(reports))
     for item in found:

@@ -4,6 +4,7 @@ A GGUF file holds the vocabulary and the merges, but names its pre-tokenizer wit
 spells out what that word stands for.
 """
 
+import os
 import pathlib
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ def load_tokenizer(path: pathlib.Path) -> "PreTrainedTokenizerFast":
     Nothing is fetched. Raises UserError if the path is neither, if the folder holds no fast tokenizer, or if
     the file's kind of tokenizer is not supported.
     """
+    # Without torch transformers says so on every import; a tokenizer does not need it.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if path.is_dir():
         return _from_folder(path)
     if path.suffix == ".gguf":
