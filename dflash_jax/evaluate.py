@@ -113,9 +113,8 @@ def evaluate(
     print(f"{experiment.name}, drafter of {run} at step {step}", flush=True)
     forced = teacher_forced(experiment, meshes, target=target, drafter=drafter, frozen=frozen)
     if forced:
-        print(
-            f"held-out, teacher-forced: accept length {forced['accept_len']:.2f} over {forced['blocks']:.0f} blocks"
-        )
+        length, blocks = forced["accept_len"], int(forced["blocks"])
+        print(f"held-out accept length, teacher-forced: {length:.2f} over {blocks} blocks")
     found = []
     for item in compare(
         target,
