@@ -6,6 +6,7 @@ The two sums are returned, not their quotient; the step divides once, after addi
 """
 
 import dataclasses
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +195,7 @@ def anchored_loss(
         return values.reshape(-1, *values.shape[2:])
 
     with jax.named_scope("head"):
-        found = HeadResult(*head_loss(by_block(hidden), head, by_block(index), by_block(weights), head_chunk))
+        result = head_loss(by_block(hidden), head, by_block(index), by_block(weights), head_chunk)
+        found = cast(HeadResult, result)  # custom_vjp hides the type
     correct = found.correct.reshape(mask.shape) & known
     return LossSums(loss=found.total, weight=weights.sum(), acceptance=acceptance(correct, mask))
