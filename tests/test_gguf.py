@@ -67,7 +67,7 @@ def _write(
 
 def test_real_file_equals_what_transformers_loads():
     """Every field of the configuration, and every one of the 272 weights bit by bit."""
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
