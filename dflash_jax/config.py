@@ -164,7 +164,7 @@ class RegenerateConfig:
     """What `regenerate` is told."""
 
     target: str = option(MISSING, "model folder, .gguf file, or package:NAME/FILE inside a Python package")
-    prompts: str = option(MISSING, "JSONL of conversations that end with a user's turn")
+    prompts: str = option(MISSING, "JSONL of conversations; each user turn without an answer gets one")
     output: str = option(MISSING, "JSONL file to write, with the target's greedy answers added")
     dtype: str = option("float32", "dtype of the target's weights and activations", choices=DTYPES)
     max_new_tokens: int = option(192, "an answer is cut there and marked as truncated", low=1)

@@ -8,6 +8,7 @@ import functools
 import json
 import pathlib
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from dflash_jax.config import RegenerateConfig
 from dflash_jax.data.chat import encode_prompt
 from dflash_jax.data.conversations import Conversation, read_conversations
 from dflash_jax.data.tokenizer import load_tokenizer
-from dflash_jax.decode.generate import generate
+from dflash_jax.decode.generate import Sequences, generate
 from dflash_jax.errors import UserError
 from dflash_jax.models.targets import TargetFiles
 
@@ -44,44 +45,64 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"output: {output} exists; delete it or name another file")
     conversations = read_conversations(config.prompts)
     for number, conversation in enumerate(conversations, start=1):
-        if conversation.messages[-1]["role"] == "assistant":
+        if unanswered(conversation.messages) is None:
             raise UserError(f"prompts: conversation {number} of {config.prompts} is answered already")
-    answers = answer(conversations, config)
+    dialogues = answer(conversations, config)
     lines = (
-        json.dumps({"set": asked.set, "messages": [*asked.messages, said]}, ensure_ascii=False) + "\n"
-        for asked, said in zip(conversations, answers, strict=True)
+        json.dumps({"set": asked.set, "messages": dialogue}, ensure_ascii=False) + "\n"
+        for asked, dialogue in zip(conversations, dialogues, strict=True)
     )
     output.write_text("".join(lines))
-    print(f"written: {output}, {len(answers)} answers, {sum('truncated' in said for said in answers)} cut")
+    cut = sum("truncated" in dialogue[-1] for dialogue in dialogues)
+    print(f"written: {output}, {len(dialogues)} conversations, {cut} cut")
     return 0
 
 
-def answer(conversations: list[Conversation], config: RegenerateConfig) -> list[dict]:
-    """The target's greedy answer to each conversation, as an assistant message."""
+def unanswered(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """The index of the first user's turn that no assistant's turn follows."""
+    roles = [message["role"] for message in messages]
+    pairs = zip(roles, [*roles[1:], "user"], strict=True)
+    return next((turn for turn, pair in enumerate(pairs) if pair == ("user", "user")), None)
+
+
+def answer(conversations: list[Conversation], config: RegenerateConfig) -> list[list[dict[str, Any]]]:
+    """The messages of each conversation with the target's greedy answers put in, one turn after another.
+
+    A later answer sees the earlier ones. A conversation ends at an answer that was cut.
+    """
     path = resolve.target_path(config.target)
     files = TargetFiles.open(path)
     tokenizer: Any = load_tokenizer(path)
     graph, abstract = files.abstract(jnp.dtype(config.dtype))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = nnx.merge(graph, files.load(abstract, jax.tree.map(lambda _: device, abstract)))
-    prompts = [encode_prompt(tokenizer, item.messages) for item in conversations]
-    room = max(map(len, prompts))
     run = jax.jit(
         functools.partial(generate, stop=(tokenizer.eos_token_id,), max_new_tokens=config.max_new_tokens)
     )
-    answers: list[dict] = []
-    for first in range(0, len(prompts), config.batch_size):
-        batch = prompts[first : first + config.batch_size]
-        tokens = np.zeros((config.batch_size, room), np.int32)
-        lengths = np.ones(config.batch_size, np.int32)  # rows without a prompt decode one padding token
+    dialogues = [list(item.messages) for item in conversations]
+    while waiting := [(turn, item) for item in dialogues if (turn := unanswered(item)) is not None]:
+        prompts = [encode_prompt(tokenizer, item[: turn + 1]) for turn, item in waiting]
+        answers = decode(functools.partial(run, target), prompts, batch_size=config.batch_size)
+        for (turn, item), tokens in zip(waiting, answers, strict=True):
+            said = as_message(tokenizer, tokens)
+            item[turn + 1 :] = [said] if "truncated" in said else [said, *item[turn + 1 :]]
+    return dialogues
+
+
+def decode(run: Callable[..., Sequences], prompts: list[np.ndarray], *, batch_size: int) -> Iterator[np.ndarray]:
+    """What `run(tokens, lengths)` adds to each prompt, in order; all batches have one shape."""
+    room = max(map(len, prompts))
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
+        tokens = np.zeros((batch_size, room), np.int32)
+        lengths = np.ones(batch_size, np.int32)  # rows without a prompt decode one padding token
         for row, prompt in enumerate(batch):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        rows = jax.device_get(run(target, tokens, lengths))
+        rows = jax.device_get(run(tokens, lengths))
         for row in range(len(batch)):
-            answers.append(as_message(tokenizer, rows.tokens[row, lengths[row] : rows.lengths[row]]))
-        print(f"\ranswered {len(answers)}/{len(prompts)}", end="", file=sys.stderr, flush=True)
+            yield rows.tokens[row, lengths[row] : rows.lengths[row]]
+        print(f"\ranswered {first + len(batch)}/{len(prompts)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    return answers
 
 
 def as_message(tokenizer: Any, tokens: np.ndarray) -> dict[str, Any]:

@@ -76,6 +76,15 @@ def test_truncated_answer_leaves_its_end_of_turn_token_untrained():
     check(encode_conversation(tokenizer, chat("hi", "yes", truncated=True)), tokenizer, expected)
 
 
+def test_an_answer_of_weight_zero_is_context_only():
+    tokenizer = character_tokenizer(CHATML)
+    example, asked = chat("hi", "yes"), chat("hi", "no")
+    example[1]["weight"] = 0
+    expected = [*USER, *HEADER, ("yes", False), ("<|im_end|>", False), ("\n", False)]
+    expected += [*USER, *HEADER, ("no", True), ("<|im_end|>", True), ("\n", False)]
+    check(encode_conversation(tokenizer, [*example, *asked]), tokenizer, expected)
+
+
 def test_training_stops_at_the_first_end_of_turn_token():
     tokenizer = character_tokenizer(CHATML)
     end = ("<|im_end|>", True)

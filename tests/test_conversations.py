@@ -32,6 +32,7 @@ def test_reads_messages_sets_and_ignores_other_keys(tmp_path):
         (b'{"messages": [{"role": "user", "content": null}]}', "content of type NoneType"),
         (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "surrogate"),
         (b'{"messages": [{"role": "user", "content": "", "truncated": 1}]}', '"truncated": 1'),
+        (b'{"messages": [{"role": "assistant", "content": "", "weight": 0.5}]}', '"weight": 0.5'),
         (b'{"messages": [{"role": "user", "content": ""}], "set": 3}', '"set" must be a string; found 3'),
     ],
 )

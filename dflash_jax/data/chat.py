@@ -34,12 +34,13 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, An
 
     The role header before an answer and what the template puts after its end-of-turn token are not trained.
     An assistant message with "truncated": true leaves out the end-of-turn token: the target never wrote it.
+    One with "weight": 0 is context only.
     Raises UserError when the template fails, rewrites earlier turns, or closes an answer without eos_token.
     """
     full = _render(tokenizer, messages)
     loss_mask = np.zeros(len(full), bool)
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or not message.get("weight", 1):
             continue
         if turn == 0:
             raise UserError("The conversation begins with an assistant message; put the user's turn before it.")

@@ -16,7 +16,8 @@ ROLES = ("system", "user", "assistant", "tool")
 class Conversation:
     """One conversation. `messages` are dicts with "role" and "content"; `set` names its source, "" if none.
 
-    An assistant message may carry "truncated": true when its answer was cut by a token limit.
+    An assistant message may carry "truncated": true when its answer was cut by a token limit, and "weight": 0 when
+    it is not to be learned (an example that somebody else wrote; the key of OpenAI's fine-tuning format).
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -86,3 +87,5 @@ def _check_message(message: Any, *, where: str) -> None:
         raise ValueError(f"{where} holds half of a surrogate pair, which no tokenizer can encode; remove it")
     if not isinstance(message.get("truncated", False), bool):
         raise ValueError(f'{where} has "truncated": {message["truncated"]!r}; it must be true or false')
+    if message.get("weight", 1) not in (0, 1):
+        raise ValueError(f'{where} has "weight": {message["weight"]!r}; it must be 0 (not learned) or 1')
