@@ -188,6 +188,19 @@ def test_quantisation_that_the_package_cannot_undo_is_refused(tmp_path: pathlib.
         next(gguf.tensors(path))
 
 
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: pathlib.Path):
+    path = _write(tmp_path / "model.gguf", arrays={"token_embd.weight": _rows(1.0)})
+    assert gguf.read_config(path)["rope_parameters"]["rope_theta"] == 5000.0
+    (tmp_path / "next").mkdir()
+    newer = _write(
+        tmp_path / "next" / "model.gguf",
+        fields=FIELDS | {"llama.rope.freq_base": 7000.0},
+        arrays={"token_embd.weight": _rows(1.0)},
+    )
+    newer.replace(path)
+    assert gguf.read_config(path)["rope_parameters"]["rope_theta"] == 7000.0
+
+
 def test_heads_of_another_width_are_refused(tmp_path: pathlib.Path):
     path = _write(tmp_path / "tiny.gguf", arrays={"blk.0.attn_k.weight": _rows(0, 2, 4, 1, 3, 5)})
     with pytest.raises(UserError, match=r"blk\.0\.attn_k\.weight has 6 rows, not 1 heads of 4"):

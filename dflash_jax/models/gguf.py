@@ -3,6 +3,7 @@
 w[out, in] = dequantise(blocks of w)          q and k: rows back from interleaved pairs to two halves
 """
 
+import functools
 import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -34,20 +35,29 @@ NAMES = {
 
 
 def open_reader(path: pathlib.Path) -> "GGUFReader":
-    """Map a GGUF file into memory; nothing is read until it is used.
+    """Map a GGUF file into memory; no weight is read until it is used.
 
-    Raises UserError if the package gguf is absent, or if the file is no complete GGUF file.
+    Asking again for a file that has not changed costs nothing. Raises UserError if the package gguf is absent,
+    or if the file is no complete GGUF file.
     """
-    try:
-        import gguf
-    except ModuleNotFoundError as error:
-        raise UserError(f"{path} is a GGUF file, which needs the package gguf: pip install gguf") from error
     if not path.is_file():
         raise UserError(f"{path} is not a file; give the path of a .gguf file")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
         raise UserError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+    stat = path.stat()
+    return _mapped(path, stat.st_mtime_ns, stat.st_size)
+
+
+# Configuration, tokenizer and weights each open the file, and parsing a long vocabulary takes seconds.
+@functools.lru_cache(maxsize=1)
+def _mapped(path: pathlib.Path, changed_ns: int, size: int) -> "GGUFReader":
+    del changed_ns, size  # a changed file is mapped anew
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path} is a GGUF file, which needs the package gguf: pip install gguf") from error
     try:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError) as error:
