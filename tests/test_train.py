@@ -112,14 +112,15 @@ def test_killed_run_resumes_bit_equal(recipe, finished):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_sigterm_saves_and_says_how_to_go_on(recipe):
-    run = recipe.root / "stopped"
-    process = start(recipe.arguments("stopped", "train.steps=5000", "checkpoint.every=5000"))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_saves_and_says_how_to_go_on(recipe, number):
+    run = recipe.root / f"stopped-{number.name}"
+    process = start(recipe.arguments(run.name, "train.steps=5000", "checkpoint.every=5000"))
     wait_for_step(process, run, 3)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert "stopped by SIGTERM" in output
+    assert f"stopped by {number.name}" in output
     assert "the same command continues" in output
     (step,) = Checkpoints.saved(run / "checkpoints")
     assert [line["step"] for line in lines(run)] == list(range(1, step + 1))
