@@ -10,7 +10,7 @@ import pathlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -139,30 +139,55 @@ def _refuse_unknown(schema: type, tree: Mapping[str, Any], origin: str, prefix: 
                 f"{origin}: unknown key {key!r}{_suggestion(str(name), list(hints), prefix)}; "
                 f"{where}: {', '.join(hints)}"
             )
-        if isinstance(value, str) and "${" in value:
-            raise UserError(f"{origin}: {key}: references such as {value!r} are not supported; write the value")
-        if dataclasses.is_dataclass(hints[name]):
-            if not isinstance(value, Mapping):
-                raise UserError(f"{origin}: {key} is a group of keys, found {value!r}; write {key}.KEY=value")
+        is_group = dataclasses.is_dataclass(hints[name])
+        if is_group and isinstance(value, Mapping):
             _refuse_unknown(hints[name], value, origin, f"{key}.")  # pyright: ignore[reportArgumentType]
+        elif "${" in str(value):
+            raise UserError(f"{origin}: {key}: references such as {value!r} are not supported; write the value")
+        elif is_group:
+            raise UserError(f"{origin}: {key} is a group of keys, found {value!r}; write {key}.KEY=value")
+        kinds = {get_origin(kind) for kind in (hints[name], *get_args(hints[name]))} & {list, dict}
+        if kinds and isinstance(value, list | dict) and type(value) not in kinds:
+            wanted = "a mapping" if dict in kinds else "a list"
+            raise UserError(f"{origin}: {key}: found {value!r}, allowed: {wanted}")
 
 
 def _check_limits(key: str, value: Any, field: dataclasses.Field) -> None:
     allowed, low, high = (field.metadata.get(name) for name in ("choices", "low", "high"))
-    if allowed and value is not None and value not in allowed:
+    if isinstance(value, dict):
+        if allowed and not value:
+            raise UserError(f"{key}: found nothing in it; name at least one of: {_limits(field)}")
+        for name, inner in value.items():
+            _check_choice(key, name, allowed)
+            if isinstance(inner, dict | list):
+                raise UserError(f"{key}.{name}: found {inner}, allowed: a single value")
+            _check_number(f"{key}.{name}", inner, low=low, high=high)
+        return
+    if value is not None:
+        _check_choice(key, value, allowed)
+    _check_number(key, value, low=low, high=high)
+
+
+def _check_choice(key: str, value: Any, allowed: tuple[str, ...] | None) -> None:
+    if allowed and value not in allowed:
         raise UserError(
             f"{key}: found {value!r}{_suggestion(str(value), list(allowed))}; allowed: {', '.join(allowed)}"
         )
+
+
+def _check_number(key: str, value: Any, *, low: float | None, high: float | None) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         inside = (low is None or value >= low) and (high is None or value <= high)
         if not inside or not math.isfinite(value):
-            raise UserError(f"{key}: found {value}, allowed: {_limits(field)}")
+            raise UserError(f"{key}: found {value}, allowed: {_range(low, high)}")
 
 
 def _limits(field: dataclasses.Field) -> str:
     allowed, low, high = (field.metadata.get(name) for name in ("choices", "low", "high"))
-    if allowed:
-        return " | ".join(allowed)
+    return " | ".join(allowed) if allowed else _range(low, high)
+
+
+def _range(low: float | None, high: float | None) -> str:
     if low is not None and high is not None:
         return f"{low} to {high}"
     return f"at least {low}" if low is not None else ""

@@ -9,6 +9,7 @@ from typing import Any
 
 MISSING = "???"  # OmegaConf's mark for a key without a default
 DTYPES = ("float32", "bfloat16")
+LOSS_TERMS = ("ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_hybrid")  # what they are: objective/terms.py
 
 
 def option(
@@ -19,7 +20,10 @@ def option(
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A dataclass field with its one-line meaning and the values it allows (limits inclusive)."""
+    """A dataclass field with its one-line meaning and the values it allows (limits inclusive).
+
+    For a mapping, choices are its keys and the limits those of its values.
+    """
     metadata = {"meaning": meaning, "low": low, "high": high, "choices": choices}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -36,8 +40,11 @@ class TargetSection:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterSection:
-    """The model that is trained. Sizes left null are the target's own."""
+    """The model that is trained. What is left null is the target's own, or that of the folder in `init`."""
 
+    init: str = option(
+        "random", "weights of a fresh run: random, target (copies of its last layers), or a drafter's folder"
+    )
     layers: int = option(5, "transformer layers", low=1)
     block_size: int = option(16, "slots of a block: the anchor and block_size - 1 proposals", low=2, high=256)
     tap_count: int = option(5, "target layers that feed the drafter, placed by the published rule", low=1)
@@ -48,6 +55,8 @@ class DrafterSection:
     kv_heads: int | None = option(None, "key/value heads", low=1)
     head_width: int | None = option(None, "channels of a head", low=2)
     rope_theta: float | None = option(None, "RoPE base", low=1.0)
+    rope_factor: float | None = option(None, "YaRN: how much longer the context gets; null: no YaRN", low=1.0)
+    rope_original_length: int | None = option(None, "YaRN: tokens of the context before", low=1)
     sliding_layers: int = option(0, "leading layers with a sliding window; the others are full", low=0)
     sliding_window: int | None = option(None, "keys that a sliding query sees, itself included", low=1)
     is_causal: bool | None = option(None, "causal inside the block; null: sliding layers only")
@@ -64,9 +73,18 @@ class ObjectiveSection:
     head_sample: int | None = option(
         None, "tokens in the softmax of a step: all labels of the data and random others; null: all", low=2
     )
-    gamma: float | None = option(
-        None, "decay of the slot weights; null: by block size (16: 7, 10: 5, 8: 4)", low=1e-3
+    terms: dict[str, float] | None = option(
+        None, "factors of the losses by name; null: {ce: 1}", choices=LOSS_TERMS, low=1e-6
     )
+    slot_weights: str = option("decay", "how slots are weighted", choices=("decay", "dpace", "uniform"))
+    gamma: float | None = option(
+        None, "constant of `decay`; null: by block size (16: 7, 10: 5, 8: 4); 10 suits tree decoding", low=1e-3
+    )
+    dpace_alpha: float = option(0.5, "smoothing of `dpace`", low=1e-3, high=1.0)
+    noise_peak: float = option(0.0, "standard deviation of Gaussian noise on the features, after warm-up", low=0.0)
+    noise_end: float = option(0.0, "standard deviation of the noise at the last step", low=0.0)
+    noise_warmup: float = option(0.04, "share of the steps with rising noise", low=0.0, high=1.0)
+    noise_schedule: str = option("linear", "noise after warm-up", choices=("linear", "cosine"))
 
 
 @dataclasses.dataclass(frozen=True)

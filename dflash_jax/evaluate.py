@@ -168,7 +168,9 @@ def teacher_forced(
         return None
     directory = pathlib.Path(recipe.out) / "data" / "heldout"
     data = open_dataset(experiment, recipe.data.heldout, directory, meshes=meshes)
-    source = FeatureSource(target, taps=experiment.taps, meshes=meshes, cache=FeatureCache(0))
+    source = FeatureSource(
+        target, taps=experiment.taps, teacher=experiment.needs_teacher, meshes=meshes, cache=FeatureCache(0)
+    )
     held_out = HeldOut(data, frozen, source=source, evaluate=make_evaluation(experiment, meshes))
     measures = held_out.measure(nnx.state(drafter, nnx.Param))
     return {name: plain(value) for name, value in jax.device_get(measures).items()}

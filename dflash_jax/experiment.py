@@ -10,28 +10,36 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from dflash_jax import resolve
+from dflash_jax import initial, resolve
 from dflash_jax.config import Recipe
 from dflash_jax.data.records import Records
 from dflash_jax.data.tokenizer import load_tokenizer
 from dflash_jax.errors import UserError
+from dflash_jax.models.copied_layers import copied_layers
 from dflash_jax.models.drafter import Drafter, DrafterConfig
+from dflash_jax.models.drafter_folder import DrafterFolder
 from dflash_jax.models.target import Target
 from dflash_jax.models.targets import TargetFiles
+from dflash_jax.models.weights import fill
 from dflash_jax.objective.head_sample import HeadSample
 from dflash_jax.objective.objective import Frozen
+from dflash_jax.objective.terms import needs_teacher
 from dflash_jax.sharding import Rules, replicated, shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """taps: tapped target layers; drafter: the drafter's sizes; tokenizer: a transformers tokenizer."""
+    """taps: tapped target layers; drafter: the drafter's sizes; tokenizer: a transformers tokenizer.
+
+    folder: the published drafter that a fresh run starts from, if it does.
+    """
 
     recipe: Recipe
     files: TargetFiles
     tokenizer: Any
     taps: tuple[int, ...]
     drafter: DrafterConfig
+    folder: DrafterFolder | None = None
 
     @classmethod
     def open(cls, recipe: Recipe) -> Self:
@@ -39,16 +47,18 @@ class Experiment:
         path = resolve.target_path(recipe.target.path)
         files = TargetFiles.open(path)
         config = files.config
-        taps = resolve.tap_layers(recipe.drafter, config)
+        section, folder = recipe.drafter, initial.open_folder(recipe.drafter)
+        if folder is not None:
+            section = initial.filled(section, folder)
+        taps = resolve.tap_layers(section, config)
         tokenizer = load_tokenizer(path)
-        mask = resolve.mask_token(recipe.drafter, tokenizer, config)
-        return cls(
-            recipe,
-            files,
-            tokenizer,
-            taps,
-            resolve.drafter_config(recipe.drafter, config, taps=taps, mask_token=mask),
-        )
+        mask = resolve.mask_token(section, tokenizer, config)
+        drafter = resolve.drafter_config(section, config, taps=taps, mask_token=mask)
+        if folder is not None:
+            drafter = initial.agreed(drafter, folder, taps=taps, section=recipe.drafter)
+        if section.init == initial.TARGET:
+            initial.check_copies(drafter, config, files.fields)
+        return cls(recipe, files, tokenizer, taps, drafter, folder)
 
     @property
     def name(self) -> str:
@@ -75,6 +85,11 @@ class Experiment:
         listed = named if isinstance(named, list) else [named]
         return tuple(sorted({self.tokenizer.eos_token_id, *listed} - {None}))
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the objective compares with the target's distributions."""
+        return needs_teacher(dict(resolve.rule(self.recipe.objective, self.drafter.block_size).terms))
+
     def load_target(self, mesh: Mesh, rules: Rules) -> Target:
         """The target with its weights, in target.dtype, in their shards on the mesh."""
         graph, abstract = self.files.abstract(jnp.dtype(self.recipe.target.dtype))
@@ -83,6 +98,19 @@ class Experiment:
     def initial_drafter(self) -> Drafter:
         """A drafter with random weights from train.seed."""
         return Drafter(self.drafter, nnx.Rngs(self.recipe.train.seed))
+
+    def initial_params(self, abstract: nnx.State, places: nnx.State) -> nnx.State | None:
+        """A fresh run's weights from drafter.init, streamed to their shards; None where they are random."""
+        seed = self.recipe.train.seed
+        if self.folder is not None:
+            tensors, source = self.folder.tensors(), f"drafter.init: {self.folder.path}"
+        elif self.recipe.drafter.init == initial.TARGET:
+            layers = self.files.config.layers
+            tensors = copied_layers(self.files.tensors(), self.drafter, target_layers=layers, seed=seed)
+            source = f"drafter.init={initial.TARGET}: {self.files.path}"
+        else:
+            return None
+        return fill(abstract, tensors, shardings=places, source=source)
 
     def draft_tokens(self, records: Records) -> np.ndarray | None:
         """The draft vocabulary [V'], from the training records; None where the head covers all tokens."""
@@ -108,6 +136,7 @@ class Experiment:
         """The target's embedding and head for the drafter's use, on the drafter's mesh, in drafter.dtype."""
         dtype, place = jnp.dtype(self.recipe.drafter.dtype), replicated(mesh)
         embedding = jax.device_put(target.embedding.get_value(), place).astype(dtype)
+        resolve.refuse_zero_row(embedding, self.drafter.mask_token)
         tied = target.head is target.embedding
         head = embedding if tied else jax.device_put(target.head.get_value(), place).astype(dtype)
         if draft_tokens is None:

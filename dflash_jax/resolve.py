@@ -4,6 +4,8 @@ import importlib.util
 import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.config import DrafterSection, ObjectiveSection
@@ -11,7 +13,11 @@ from dflash_jax.errors import UserError
 from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
 from dflash_jax.models.taps import checked_taps, published_taps
 from dflash_jax.models.target import TargetConfig
-from dflash_jax.objective.slot_weights import default_gamma
+from dflash_jax.models.yarn import Yarn
+from dflash_jax.objective.head import Rule
+from dflash_jax.objective.noise import NoiseSchedule, noise_schedule
+from dflash_jax.objective.slot_weights import default_gamma, slot_weights
+from dflash_jax.objective.terms import needs_teacher
 
 
 def target_path(path: str) -> pathlib.Path:
@@ -55,10 +61,22 @@ def mask_token(section: DrafterSection, tokenizer: Any, target: TargetConfig) ->
     return token
 
 
+def refuse_zero_row(embedding: jax.Array, token: int) -> None:
+    """Raise UserError if MASK's row of the embedding [V, D] is zero: the first layer could not use its slots."""
+    if not jnp.any(embedding[token] != 0):
+        raise UserError(
+            f"drafter.mask_token: the target's embedding row of token {token} is all zeros, so that MASK slots "
+            "would be alike after the first layer; set drafter.mask_token to an unused token with a row of its own"
+        )
+
+
 def drafter_config(
     section: DrafterSection, target: TargetConfig, *, taps: tuple[int, ...], mask_token: int
 ) -> DrafterConfig:
-    """The drafter's sizes: the section's, or the target's own where it leaves them null."""
+    """The drafter's sizes: the section's, or the target's own where it leaves them null.
+
+    Of the target's RoPE only the base is taken: YaRN, partial or sectioned rotation of a target are its own.
+    """
     if section.sliding_layers > section.layers:
         raise UserError(
             f"drafter.sliding_layers: found {section.sliding_layers}, "
@@ -87,12 +105,46 @@ def drafter_config(
         layer_types=(SLIDING,) * section.sliding_layers + (FULL,) * full,
         window=section.sliding_window,
         is_causal=section.is_causal,
+        yarn=_yarn(section),
     )
+
+
+def _yarn(section: DrafterSection) -> Yarn | None:
+    factor, length = section.rope_factor, section.rope_original_length
+    if factor is None and length is None:
+        return None
+    if factor is None or length is None:
+        missing = "rope_factor" if factor is None else "rope_original_length"
+        raise UserError(f"drafter.{missing}: YaRN needs drafter.rope_factor and drafter.rope_original_length")
+    return Yarn.usual(factor, length)
 
 
 def decay(section: ObjectiveSection, block_size: int) -> float:
     """The decay constant of the slot weights: the given one, or the one that goes with the block size."""
     return default_gamma(block_size) if section.gamma is None else section.gamma
+
+
+def rule(section: ObjectiveSection, block_size: int) -> Rule:
+    """The terms of the objective with their factors, and the weights of its slots."""
+    terms = {"ce": 1.0} if section.terms is None else section.terms
+    if section.head_sample is not None and needs_teacher(terms):
+        raise UserError(
+            f"objective.head_sample: found {section.head_sample}, but the terms {', '.join(terms)} compare whole "
+            "distributions; set head_sample to null, or use the term ce alone"
+        )
+    gamma, alpha = decay(section, block_size), section.dpace_alpha
+    return Rule(tuple(terms.items()), slot_weights(section.slot_weights, gamma=gamma, alpha=alpha))
+
+
+def noise(section: ObjectiveSection, steps: int) -> NoiseSchedule | None:
+    """The standard deviation of the features' noise by step, or None without noise."""
+    return noise_schedule(
+        peak=section.noise_peak,
+        end=section.noise_end,
+        warmup=section.noise_warmup,
+        shape=section.noise_schedule,
+        steps=steps,
+    )
 
 
 def draft_vocabulary(size: int | None, counts: np.ndarray, *, vocab: int) -> np.ndarray | None:

@@ -96,7 +96,8 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
         print(f"{run} is trained to its last step {start}; nothing to do")
         return
     optimizer = make_optimizer(recipe.optim, learning_rate(recipe.optim, steps))
-    programs = make_programs(experiment, meshes, optimizer)
+    noise = resolve.noise(recipe.objective, steps)
+    programs = make_programs(experiment, meshes, optimizer, noise=noise)
     print_start(experiment, data, steps=steps, parameters=parameter_count(programs.abstract))
     target = experiment.load_target(meshes.target, meshes.target_rules)
     frozen = experiment.frozen(target, meshes.drafter, experiment.draft_tokens(data.records))
@@ -104,7 +105,8 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
 
     def source() -> FeatureSource:
         cache = FeatureCache(int(recipe.pipeline.feature_cache_gib * 2**30))
-        return FeatureSource(target, taps=experiment.taps, meshes=meshes, cache=cache)
+        taps, teacher = experiment.taps, experiment.needs_teacher
+        return FeatureSource(target, taps=taps, teacher=teacher, meshes=meshes, cache=cache)
 
     fingerprint = experiment.fingerprint | data.fingerprint
     with contextlib.ExitStack() as stack:
@@ -147,13 +149,13 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
 def print_start(experiment: Experiment, data: Dataset, *, steps: int, parameters: int) -> None:
     """What a person checks before leaving the run alone."""
     recipe, drafter, plan = experiment.recipe, experiment.drafter, data.plan
-    gamma = resolve.decay(recipe.objective, drafter.block_size)
     sizes = zip(plan.edges, plan.rows, plan.batches_per_bucket, strict=True)
     shapes = ", ".join(f"{rows} x {edge} tokens ({count} batches)" for edge, rows, count in sizes)
     print(
         f"target   {experiment.name}, {experiment.files.config.layers} layers, taps {list(experiment.taps)}\n"
         f"drafter  {len(drafter.layer_types)} layers, {parameters / 1e6:.1f} M parameters, "
-        f"block {drafter.block_size}, MASK {drafter.mask_token}, gamma {gamma:g}\n"
+        f"block {drafter.block_size}, MASK {drafter.mask_token}\n"
+        f"loss     {resolve.rule(recipe.objective, drafter.block_size)}\n"
         f"data     {len(data.records)} records, {int(data.records.lengths.sum())} tokens, "
         f"{data.left_out} left out as too long; per pass {shapes}\n"
         f"run      {steps} steps, {plan.epochs} passes, {recipe.objective.anchors} anchors a row, "

@@ -57,6 +57,24 @@ def test_the_command_line_wins_over_the_file_key_by_key():
     assert (found.optim.lr, found.optim.b2, found.data.buckets) == (0.5, 0.9, [7])
 
 
+def test_a_mapping_is_given_whole_or_name_by_name():
+    assert recipe().objective.terms is None
+    assert recipe("objective.terms.kl=0.5").objective.terms == {"kl": 0.5}
+    assert recipe("objective.terms={ce: .5, tv: 2}").objective.terms == {"ce": 0.5, "tv": 2.0}
+    both = recipe("objective.terms.ce=1", "objective.terms.lk_hybrid=2").objective.terms
+    assert both == {"ce": 1.0, "lk_hybrid": 2.0}
+    file = {"objective": {"terms": {"ce": 0.5, "tv": 0.5}}}
+
+    def over_the_file(argument):
+        line = parse_assignments([argument])
+        sources = [("required", parse_assignments(REQUIRED)), ("file", file), ("command line", line)]
+        return build(Recipe, sources).objective.terms
+
+    assert over_the_file("objective.terms.tv=0.25") == {"ce": 0.5, "tv": 0.25}
+    assert over_the_file("objective.terms.kl=1") == {"ce": 0.5, "tv": 0.5, "kl": 1.0}
+    assert over_the_file("objective.terms=null") is None
+
+
 def test_configuration_cannot_be_changed_afterwards():
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe().optim.lr = 1.0  # pyright: ignore[reportAttributeAccessIssue]
@@ -114,6 +132,31 @@ WRONG = [
     ("optim.lr=${oops}", r"optim\.lr: references such as"),
     ("optim.lr=.inf", r"optim\.lr: found inf, allowed: at least 0"),
     ("optim.b1=1", r"optim\.b1: found 1.0, allowed: 0.0 to 0.9999"),
+    ("data.buckets=['${oops}']", r"data\.buckets: references such as"),
+    ("data.buckets={a: 1}", r"command line: data\.buckets: found \{'a': 1\}, allowed: a list"),
+    # Mappings: names, then values.
+    ("objective.terms.lk=1", r"objective\.terms: found 'lk' \(did you mean 'kl'\?\); allowed: ce, kl, "),
+    (
+        "objective.terms={ce: 1, nla: 1}",
+        r"objective\.terms: found 'nla'.*allowed: ce, kl, .*, lk_alpha, lk_hybrid",
+    ),
+    ("objective.terms.kl=-0.5", r"objective\.terms\.kl: found -0\.5, allowed: at least 1e-06"),
+    ("objective.terms.kl=0", r"objective\.terms\.kl: found 0\.0, allowed: at least 1e-06"),
+    ("objective.terms.kl=nan", r"objective\.terms\.kl: found nan, allowed: at least 1e-06"),
+    ("objective.terms.kl=much", r"command line: objective\.terms\.kl: .*'much'"),
+    ("objective.terms.kl=null", r"command line: objective\.terms\.kl: "),
+    ("objective.terms.kl.x=1", r"objective\.terms\.kl: found \{'x': 1\}, allowed: a single value"),
+    ("objective.terms.kl=${optim.lr}", r"objective\.terms: references such as"),
+    ("objective.terms={}", r"objective\.terms: found nothing in it; name at least one of: ce \| kl \| "),
+    ("objective.terms=[ce, kl]", r"objective\.terms: found \['ce', 'kl'\], allowed: a mapping"),
+    ("objective.terms=ce", r"command line: objective\.terms: "),
+    (
+        "objective.slot_weights=dpac",
+        r"slot_weights: found 'dpac' \(did you mean 'dpace'\?\); allowed: decay, dpace",
+    ),
+    ("objective.dpace_alpha=0", r"objective\.dpace_alpha: found 0\.0, allowed: 0\.001 to 1\.0"),
+    ("objective.noise_peak=-1", r"objective\.noise_peak: found -1\.0, allowed: at least 0\.0"),
+    ("objective.noise_schedule=step", r"objective\.noise_schedule: found 'step'.*allowed: linear, cosine"),
 ]
 
 
@@ -154,6 +197,10 @@ def test_a_mesh_layout_is_read_with_the_same_care():
         build(MeshLayout, [("m.yaml", tree | {"drafter": {"devices": [0]}})])
     with pytest.raises(UserError, match=r"m\.yaml: target\.axes"):
         build(MeshLayout, [("m.yaml", tree | {"target": {"axes": {"data": "two"}}})])
+    with pytest.raises(UserError, match=r"m\.yaml: drafter\.rules: found \['mlp'\], allowed: a mapping"):
+        build(MeshLayout, [("m.yaml", tree | {"drafter": part | {"rules": ["mlp"]}})])
+    with pytest.raises(UserError, match=r"drafter\.axes\.data: found \{'x': 1\}, allowed: a single value"):
+        build(MeshLayout, [("m.yaml", tree | {"drafter": part | {"axes": {"data": {"x": 1}}}})])
     with pytest.raises(UserError, match=r"platform: found 'cpus' \(did you mean 'cpu'\?\)"):
         build(MeshLayout, [("m.yaml", tree | {"drafter": part, "platform": "cpus"})])
 
@@ -206,6 +253,8 @@ def test_help_lists_every_key_with_its_meaning():
     assert "data.buckets=[512, 1024, 2048, 3072]" in text
     assert "[2 to 256]" in text
     assert "[cosine | constant]" in text
+    assert "objective.terms=null  (dict[str, float] or null)" in text
+    assert "[ce | kl | reverse_kl | tv | lk_alpha | lk_hybrid]" in text
     assert "devices=REQUIRED" in describe(MeshLayout)
 
 

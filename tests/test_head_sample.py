@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.objective.head import Head, head_loss
+from dflash_jax.objective.head import Head, Rule, Slots, head_loss
 from dflash_jax.objective.head_sample import HeadSample
+from dflash_jax.objective.slot_weights import Decay
 
 COUNTS = np.array([0, 3, 0, 0, 1, 9])  # of a vocabulary of 40: tokens 1, 4 and 5 occur as labels
 
@@ -36,12 +37,12 @@ def test_the_normaliser_is_unbiased(sample):
     random = np.random.default_rng(2)
     rows = jnp.asarray(random.standard_normal((40, 8)), jnp.float32)
     hidden = jnp.asarray(random.standard_normal((1, 1, 8)), jnp.float32)
-    label = jnp.asarray([[1]])  # token 4
+    slots = Slots(hidden, labels=jnp.asarray([[1]]), mask=jnp.ones((1, 1), bool))  # the label is token 4
 
     def normaliser(key):
         tokens, offsets = sample.draw(key, 12)
-        found = head_loss(hidden, Head(rows[tokens], offsets), label, jnp.ones((1, 1)), 1)
-        return jnp.exp(found.losses[0, 0] + hidden[0, 0] @ rows[4])
+        found = head_loss(slots, Head(rows[tokens], offsets), Rule((("ce", 1.0),), Decay(7.0)), 1)
+        return jnp.exp(found.total + hidden[0, 0] @ rows[4])
 
     estimates = np.asarray(jax.jit(jax.vmap(normaliser))(jax.random.split(jax.random.key(3), 4000)))
     whole = float(np.exp(np.asarray(rows) @ np.asarray(hidden[0, 0])).sum())

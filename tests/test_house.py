@@ -34,7 +34,8 @@ FLOORS = {
     "decode": "models objective",
     "monitor": "",
     "resolve": "config models objective",
-    "experiment": "config sharding models objective data resolve",
+    "initial": "config models",
+    "experiment": "config sharding models objective data resolve initial",
     "dataset": "mesh data experiment",
     "training": "batch config sharding mesh models objective data monitor resolve experiment dataset",
 }

@@ -12,8 +12,11 @@ from tiny_models import GOLDEN, published_drafter, published_tables, random_draf
 from dflash_jax.batch import Batch
 from dflash_jax.models.weights import names
 from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
-from dflash_jax.objective.objective import Frozen, anchored_loss, block_loss, block_states
-from dflash_jax.objective.slot_weights import decay_weights
+from dflash_jax.objective.head import Rule
+from dflash_jax.objective.objective import Frozen, TargetStates, anchored_loss, block_loss, block_states
+from dflash_jax.objective.slot_weights import Decay
+
+CE = (("ce", 1.0),)
 
 # The whole loss against SpecForge.
 
@@ -61,9 +64,9 @@ def against_specforge(request, golden):
             found = anchored_loss(
                 nnx.merge(structure, params),
                 specforge_batch(golden, loss_mask),
-                jnp.asarray(golden["target_hidden"]),
+                TargetStates(jnp.asarray(golden["target_hidden"])),
                 published_tables(),
-                slot_weights=jnp.asarray(decay_weights(8, 7.0)),
+                rule=Rule(CE, Decay(7.0)),
                 anchors=jnp.asarray(golden["anchors"], jnp.int32),
                 kept=kept,
                 seed=0,
@@ -91,7 +94,7 @@ def test_loss_and_accuracy_equal_specforges(against_specforge, golden):
     assert sums.loss / sums.weight == pytest.approx(golden[f"{name}/loss"], rel=1e-6)
     assert sums.acceptance.correct.sum() == golden[f"{name}/correct_num"]
     assert sums.acceptance.counted.sum() == golden[f"{name}/accuracy_den"]
-    assert sums.acceptance.accuracy == pytest.approx(golden[f"{name}/accuracy"], rel=1e-6)
+    assert sums.measures()["acc"] == pytest.approx(golden[f"{name}/accuracy"], rel=1e-6)
 
 
 def test_gradients_equal_specforges(against_specforge, golden):
@@ -152,6 +155,7 @@ def rows():
 
 
 WEIGHTS = np.array([0.0, 1.0, 0.5, 0.25, 0.125], np.float32)
+HALVING = Rule(CE, Decay(1 / np.log(2)))  # gives these weights
 
 
 @jax.jit
@@ -159,9 +163,9 @@ def at_anchors(drafter, batch, features, frozen, anchors, kept):
     return anchored_loss(
         drafter,
         batch,
-        features,
+        TargetStates(features),
         frozen,
-        slot_weights=jnp.asarray(WEIGHTS),
+        rule=HALVING,
         anchors=anchors,
         kept=kept,
         seed=0,
@@ -215,12 +219,12 @@ def test_drawn_anchors_give_the_loss_of_those_anchors(rows):
     valid = valid_anchors(rows.batch.loss_mask, rows.batch.segment_ids)
     keys = row_keys(3, rows.batch.epochs, rows.batch.record_ids)
     expected = at_anchors(drafter, rows.batch, rows.features, rows.frozen, *draw_anchors(keys, valid, 4))
-    drawn = jax.jit(block_loss, static_argnames=("anchor_count", "seed", "head_chunk", "head_sample"))(
+    drawn = jax.jit(block_loss, static_argnames=("rule", "anchor_count", "seed", "head_chunk", "head_sample"))(
         drafter,
         rows.batch,
-        rows.features,
+        TargetStates(rows.features),
         rows.frozen,
-        slot_weights=jnp.asarray(WEIGHTS),
+        rule=HALVING,
         anchor_count=4,
         seed=3,
         head_chunk=3,
@@ -265,9 +269,9 @@ def test_a_batch_without_a_single_anchor_gives_zeros_and_finite_gradients(rows):
         sums = block_loss(
             nnx.merge(structure, params),
             empty,
-            rows.features,
+            TargetStates(rows.features),
             rows.frozen,
-            slot_weights=jnp.asarray(WEIGHTS),
+            rule=HALVING,
             anchor_count=4,
             seed=0,
             head_chunk=3,

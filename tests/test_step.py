@@ -10,20 +10,22 @@ import pytest
 from flax import nnx
 
 from dflash_jax.config import OptimSection
-from dflash_jax.objective.acceptance import Acceptance
+from dflash_jax.objective.acceptance import acceptance
 from dflash_jax.objective.objective import LossSums
 from dflash_jax.training.optim import learning_rate, make_optimizer
 from dflash_jax.training.state import TrainState
 from dflash_jax.training.step import GradientSums, apply_gradients
 
 
-def sums(loss: float, weight: float) -> LossSums:
-    zeros = jnp.zeros(3)
-    return LossSums(jnp.float32(loss), jnp.float32(weight), Acceptance(zeros, zeros, zeros, jnp.float32(0)))
+def sums(loss: float, weight: float, **terms: float) -> LossSums:
+    """Without any blocks; terms: ce alone unless they are named."""
+    nothing = acceptance(jnp.zeros((1, 3)), jnp.zeros((1, 3), bool), jnp.zeros((1, 3)))
+    named = {name: jnp.float32(value) for name, value in (terms or {"ce": loss}).items()}
+    return LossSums(jnp.float32(loss), jnp.float32(weight), named, nothing)
 
 
-def gradients(values: list[float], *, loss: float = 1.0, weight: float = 1.0) -> GradientSums:
-    return GradientSums(nnx.State({"w": nnx.Param(jnp.asarray(values))}), sums(loss, weight))
+def gradients(values: list[float], *, loss: float = 1.0, weight: float = 1.0, **terms: float) -> GradientSums:
+    return GradientSums(nnx.State({"w": nnx.Param(jnp.asarray(values))}), sums(loss, weight, **terms))
 
 
 def start(optimizer: optax.GradientTransformation) -> TrainState:
@@ -42,6 +44,27 @@ def test_two_batches_weigh_by_their_slots_and_not_alike():
     _, metrics = apply_gradients(start(plain_optimizer()), total, optimizer=plain_optimizer())
     assert metrics["loss"] == pytest.approx(260 / 110)
     assert metrics["grad_norm"] == pytest.approx(33 / 110)
+
+
+def test_each_term_of_a_mixture_is_logged_as_its_own_mean():
+    # loss = 0.5 ce + 0.25 tv: (0.5 * 30 + 0.25 * 8) / 10 and (0.5 * 60 + 0.25 * 4) / 5.
+    total = gradients([1.0, 0.0], loss=17, weight=10, ce=30, tv=8)
+    total = total + gradients([1.0, 0.0], loss=31, weight=5, ce=60, tv=4)
+    _, metrics = apply_gradients(start(plain_optimizer()), total, optimizer=plain_optimizer())
+    assert metrics["loss"] == pytest.approx(48 / 15)
+    assert metrics["loss_ce"] == pytest.approx(90 / 15)
+    assert metrics["loss_tv"] == pytest.approx(12 / 15)
+    assert metrics["expected_accept_len"] == 1.0
+
+
+def test_a_single_term_is_logged_once():
+    _, metrics = apply_gradients(start(plain_optimizer()), gradients([1.0, 0.0]), optimizer=plain_optimizer())
+    assert not {"loss_ce", "expected_accept_len"} & metrics.keys()
+    measured = apply_gradients(
+        start(plain_optimizer()), gradients([1.0, 0.0], kl=1.0), optimizer=plain_optimizer()
+    )[1]
+    assert "loss_kl" not in measured
+    assert "expected_accept_len" in measured
 
 
 def test_first_adamw_step_moves_every_weight_by_the_learning_rate():

@@ -176,7 +176,7 @@ def test_every_array_lives_on_its_mesh(recipe):
     state = programs.first_state()
     frozen = experiment.frozen(target, meshes.drafter, None)
     data = open_dataset(experiment, loaded.data.train, recipe.root / "places" / "data", meshes=meshes)
-    source = FeatureSource(target, taps=experiment.taps, meshes=meshes, cache=FeatureCache(0))
+    source = FeatureSource(target, taps=experiment.taps, teacher=True, meshes=meshes, cache=FeatureCache(0))
     batch, _ = next(batches(data.records, data.plan, start=0))
     item = source(batch)
     state, _ = programs.step(state, [item], frozen)
@@ -185,7 +185,7 @@ def test_every_array_lives_on_its_mesh(recipe):
         return {frozenset(leaf.sharding.device_set) for leaf in jax.tree.leaves(tree)}
 
     assert places(target) == {frozenset(six)}
-    assert places((state, frozen, item.features, item.batch)) == {frozenset(seventh)}
+    assert places((state, frozen, item.states, item.batch)) == {frozenset(seventh)}
 
 
 def test_another_split_is_a_file_and_changes_nothing(recipe, finished, tmp_path):
@@ -214,6 +214,47 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(recipe):
         assert ours["blocks"] == theirs["blocks"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_mixed_terms_with_noise_are_logged_and_do_not_depend_on_the_feature_cache(recipe):
+    mixed = [
+        "objective.terms={ce: 0.5, tv: 0.5}",
+        "objective.slot_weights=dpace",
+        "objective.noise_peak=0.25",
+        "objective.noise_end=0.05",
+        "objective.noise_warmup=0.2",
+        "data.buckets=[192]",
+        "train.steps=15",
+        "eval.every=15",
+    ]
+    assert train.main(recipe.arguments("cached", *mixed)) == 0
+    assert train.main(recipe.arguments("uncached", *mixed, "pipeline.feature_cache_gib=0")) == 0
+    cached, uncached = recipe.root / "cached", recipe.root / "uncached"
+    assert any(line["recalled"] for line in lines(cached))
+    assert not any(line["recalled"] for line in lines(uncached))
+    assert repeatable(cached) == repeatable(uncached)
+    assert lines(cached, "eval_log.jsonl") == lines(uncached, "eval_log.jsonl")
+    for line in (*lines(cached), *lines(cached, "eval_log.jsonl")):
+        assert line["loss"] == pytest.approx(0.5 * line["loss_ce"] + 0.5 * line["loss_tv"], rel=1e-5)
+        assert 0 < line["loss_tv"] < 1
+        assert 1 < line["expected_accept_len"] < 4
+        assert line["top4_acc"] <= line["top8_acc"] <= 1
+        assert line["streak"] <= line["ddtree_streak4"] <= line["ddtree_streak8"]
+    assert lines(cached)[-1]["loss"] < lines(cached)[0]["loss"]
+    deviations = [line["noise_std"] for line in lines(cached)]
+    assert deviations[:4] == pytest.approx([0, 0.25 / 3, 0.5 / 3, 0.25])
+    assert deviations[-1] == pytest.approx(0.05)
+
+
+def test_evaluation_is_without_noise(recipe, finished):
+    loud = ["objective.noise_peak=25", "objective.noise_warmup=0", "train.steps=1", "eval.every=1"]
+    assert train.main(recipe.arguments("loud", *loud)) == 0
+    run = recipe.root / "loud"
+    assert lines(run)[0]["noise_std"] == 25
+    assert lines(run)[0]["records"] == lines(finished)[0]["records"]
+    assert lines(run)[0]["loss"] != lines(finished)[0]["loss"]
+    assert lines(run, "eval_log.jsonl")[0] == lines(finished, "eval_log.jsonl")[0]
+    assert "noise_std" not in lines(run, "eval_log.jsonl")[0].keys() | lines(finished)[0].keys()
 
 
 def test_evaluation_decodes_without_changing_a_token(recipe, finished, capsys):

@@ -1,6 +1,7 @@
 """Random models small enough for tests: a Llama written by transformers, drafters, and published weights."""
 
 import dataclasses
+import json
 import pathlib
 import zlib
 from typing import Any
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from dflash_jax.mesh import WEIGHT_AXES
 from dflash_jax.models.drafter import FULL, SLIDING, Drafter, DrafterConfig
+from dflash_jax.models.drafter_folder import DrafterFolder
 from dflash_jax.models.llama import Llama
 from dflash_jax.models.targets import TargetFiles
-from dflash_jax.models.weights import fill
+from dflash_jax.models.weights import fill, names
 from dflash_jax.objective.objective import Frozen
 from dflash_jax.sharding import shardings
 
@@ -147,3 +149,67 @@ def published_drafter(kind: str) -> Drafter:
         tensors = {name: seeded_tensor(name, array.shape, seed=12) for name, array in tensors.items()}
     places = shardings(abstract, one_device(), NO_RULES)
     return nnx.merge(graph, fill(abstract, tensors.items(), shardings=places, source=kind))
+
+
+def published_folder(path: pathlib.Path, kind: str, *, spelling: str = "config.json") -> pathlib.Path:
+    """Write z-lab's drafter "full" or "sliding"; spelling: config.json, or transformers 5's config.v5.json."""
+    tensors = load_file(GOLDEN / "zlab_drafter.safetensors")
+    if kind == "sliding":
+        tensors = {name: seeded_tensor(name, array.shape, seed=12) for name, array in tensors.items()}
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    name = "zlab_drafter" if kind == "full" else "zlab_drafter_swa"
+    (path / "config.json").write_text((GOLDEN / f"{name}.{spelling}").read_text())
+    return path
+
+
+def save_drafter(path: pathlib.Path, drafter: Drafter, *, taps: tuple[int, ...], **changes: Any) -> pathlib.Path:
+    """Write a drafter as z-lab publishes one; changes: top-level keys of its config.json."""
+    c = drafter.config
+    scaling = c.yarn and {
+        "rope_type": "yarn",
+        "factor": c.yarn.factor,
+        "original_max_position_embeddings": c.yarn.original_length,
+        "attention_factor": c.yarn.attention_factor,
+        "beta_fast": c.yarn.beta_fast,
+        "beta_slow": c.yarn.beta_slow,
+        "truncate": c.yarn.truncate,
+    }
+    fields = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "hidden_size": c.width,
+        "intermediate_size": c.mlp_width,
+        "num_hidden_layers": len(c.layer_types),
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_width,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": 4096,
+        "layer_types": list(c.layer_types),
+        "sliding_window": c.window,
+        "use_sliding_window": c.window is not None,
+        "num_target_layers": 6,
+        "vocab_size": 264,
+        "block_size": c.block_size,
+        "dflash_config": {"mask_token_id": c.mask_token, "target_layer_ids": list(taps)},
+    }
+    if c.is_causal is not None:
+        fields["is_causal"] = c.is_causal
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(fields | changes))
+    tensors = {name: np.asarray(value[...]) for name, value in names(nnx.state(drafter)).items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def load_drafter(path: pathlib.Path) -> Drafter:
+    """The drafter of a folder, through the package's own reader."""
+    folder = DrafterFolder.open(path)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Drafter(folder.config, nnx.Rngs(0))))
+    places = shardings(abstract, one_device(), NO_RULES)
+    return nnx.merge(graph, fill(abstract, folder.tensors(), shardings=places, source=str(path)))

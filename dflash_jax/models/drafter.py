@@ -15,6 +15,7 @@ from flax import nnx
 
 from dflash_jax.models.block_attention import Context, attend_block
 from dflash_jax.models.layers import Linear, RMSNorm, SwiGLU, rope_table, rotate
+from dflash_jax.models.yarn import Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -25,7 +26,7 @@ class DrafterConfig:
 
     layer_types: one of FULL and SLIDING per layer; window: keys a sliding query sees, itself included.
     is_causal: None makes sliding layers causal inside the block and full layers bidirectional.
-    feature_width: width of the concatenated taps.
+    feature_width: width of the concatenated taps. yarn: the drafter's own; nothing of the target's RoPE applies.
     """
 
     width: int
@@ -41,6 +42,7 @@ class DrafterConfig:
     layer_types: tuple[str, ...]
     window: int | None = None
     is_causal: bool | None = None
+    yarn: Yarn | None = None
 
     def causal(self, layer: int) -> bool:
         """Whether slots of this layer see only earlier slots of their block."""
@@ -108,7 +110,7 @@ class Drafter(nnx.Module):
         """
         with jax.named_scope("context"):
             states = self.hidden_norm(self.fc(features))
-            table = rope_table(positions, self.config.head_width, theta=self.config.rope_theta)
+            table = self._table(positions)
             return tuple(layer.self_attn.keys_values(states, table) for layer in self.layers)
 
     def __call__(
@@ -125,10 +127,14 @@ class Drafter(nnx.Module):
         positions: [B, A, W] of the slots; context: from `context`; visible: [B, A, S] bool, which context
         tokens a block may see (those before its anchor in its document); context_positions: [B, S].
         """
-        table = rope_table(positions, self.config.head_width, theta=self.config.rope_theta)
+        table = self._table(positions)
         distance = positions[..., None] - context_positions[:, None, None, :]
         x = block
         for index, (layer, keys_values) in enumerate(zip(self.layers, context, strict=True)):
             with jax.named_scope(f"drafter_layer_{index}"):
                 x = layer(x, table, Context(*keys_values, visible, distance))
         return self.norm(x)
+
+    def _table(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c = self.config
+        return rope_table(positions, c.head_width, theta=c.rope_theta, yarn=c.yarn)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dflash_jax.models.yarn import Yarn
+
 Init = Callable[..., jax.Array]  # (key, shape, dtype) -> array
 
 
@@ -69,14 +71,22 @@ class SwiGLU(nnx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rope_table(positions: jax.Array, head_width: int, *, theta: float) -> tuple[jax.Array, jax.Array]:
+def rope_table(
+    positions: jax.Array, head_width: int, *, theta: float, yarn: Yarn | None = None
+) -> tuple[jax.Array, jax.Array]:
     """(sin, cos) of positions [...] for all channel pairs: two float32 arrays of [..., H / 2]."""
     half = head_width // 2
     # TRAP: these tables must never be rounded to bf16; at theta 1e6 position 3000 would be 3.5 rad off.
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if yarn is not None:
+        ramp = yarn.ramp(head_width, theta=theta)
+        frequency = frequency * (1 - ramp + ramp / yarn.factor)
     angle = positions.astype(jnp.float32)[..., None] * frequency
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    if yarn is not None:
+        sin, cos = sin * yarn.attention_factor, cos * yarn.attention_factor
     # Without the barrier XLA computes the sines again in every layer, head and gradient that uses them.
-    return jax.lax.optimization_barrier((jnp.sin(angle), jnp.cos(angle)))
+    return jax.lax.optimization_barrier((sin, cos))
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -1,22 +1,32 @@
 """The training objective of one batch: anchors -> blocks -> drafter -> frozen head -> weighted loss sums.
 
-    L = sum_{a, k} w_k mask_{a,k} CE(head(h_{a,k}), x_{a+k}) / sum_{a, k} w_k mask_{a,k}
+    L = sum_{a, k} w_{a,k} loss(head(h_{a,k}), x_{a+k}) / sum_{a, k} w_{a,k}
 
 The two sums are returned, not their quotient; the step divides once, after adding over micro-batches.
 """
 
 import dataclasses
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from dflash_jax.batch import Batch
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.objective.acceptance import Acceptance, acceptance
+from dflash_jax.objective.acceptance import Acceptance, acceptance, walk
 from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
-from dflash_jax.objective.head import Head, HeadResult, head_loss
+from dflash_jax.objective.head import Head, HeadResult, Rule, Slots, head_loss
 from dflash_jax.objective.head_sample import HeadSample
+from dflash_jax.objective.noise import with_noise
+from dflash_jax.objective.terms import needs_teacher
+
+
+class TargetStates(NamedTuple):
+    """What the target says of a batch. features: [B, S, T * E], the taps; last: [B, S, E], after the final norm,
+    or None where no term of the objective compares with the target."""
+
+    features: jax.Array
+    last: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +34,8 @@ from dflash_jax.objective.head_sample import HeadSample
 class Frozen:
     """The target's arrays that the drafter uses: embedding [V, D], head [V', D], draft_tokens [V'] or None.
 
-    Their dtype is the one that the drafter computes in, in training as in decoding.
+    Their dtype is the one that the drafter computes in, in training as in decoding. embedding_scale multiplies
+    embedded tokens, softcap bounds logits (c tanh(l / c)), both [] float32 and None where the target has none.
     With a draft vocabulary, head holds only the rows of draft_tokens (ascending token ids) and drafted
     indices are looked up there; without one, head has all V rows and draft_tokens is None. With a sample, a
     training loss looks at part of the head at a time.
@@ -34,6 +45,8 @@ class Frozen:
     head: jax.Array
     draft_tokens: jax.Array | None
     sample: HeadSample | None = None
+    embedding_scale: jax.Array | None = None
+    softcap: jax.Array | None = None
 
     def index_of(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rows of the head for tokens [...], and whether each token has one."""
@@ -50,9 +63,9 @@ class Frozen:
         """
         if self.sample is None or size is None:
             offsets = jnp.zeros(self.head.shape[0], jnp.float32)
-            return Head(self.head, offsets), *self.index_of(labels)
+            return Head(self.head, offsets, self.softcap), *self.index_of(labels)
         tokens, offsets = self.sample.draw(key, size)
-        return Head(self.head[tokens], offsets), *_look_up(self.sample.labels, labels)
+        return Head(self.head[tokens], offsets, self.softcap), *_look_up(self.sample.labels, labels)
 
     def tokens_of(self, index: jax.Array) -> jax.Array:
         """Token ids of head rows [...]."""
@@ -60,8 +73,12 @@ class Frozen:
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., V'] float32 logits of drafter states [..., D]."""
-        head = self.head.astype(hidden.dtype)
-        return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+        return Head(self.head, jnp.zeros(()), self.softcap).logits(hidden)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """[..., D]: embedded tokens [...], as the drafter receives them."""
+        rows = self.embedding[tokens]
+        return rows if self.embedding_scale is None else rows * self.embedding_scale.astype(rows.dtype)
 
 
 def _look_up(ascending: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -72,10 +89,12 @@ def _look_up(ascending: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Ar
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """loss: sum of weighted losses; weight: sum of weights; acceptance: its sums. All float32."""
+    """loss: sum of weighted losses; weight: sum of weights; terms: sums of each term's weighted losses by name;
+    acceptance: its sums. All float32."""
 
     loss: jax.Array
     weight: jax.Array
+    terms: dict[str, jax.Array]
     acceptance: Acceptance
 
     def __add__(self, other: "LossSums") -> "LossSums":
@@ -83,22 +102,19 @@ class LossSums:
 
     def measures(self) -> dict[str, jax.Array]:
         """The means these sums stand for, under the names of the log; *_by_position are [W - 1]."""
-        found = self.acceptance
-        return {
-            "loss": self.loss / jnp.maximum(self.weight, 1e-9),
-            "acc": found.accuracy,
-            "streak": found.streak,
-            "accept_len": found.accept_length,
-            "acc_by_position": found.correct / jnp.maximum(found.counted, 1),
-            "survival_by_position": found.survived / jnp.maximum(found.blocks, 1),
-            "blocks": found.blocks,
-        }
+        weight = jnp.maximum(self.weight, 1e-9)
+        found = {"loss": self.loss / weight}
+        if len(self.terms) > 1:
+            found |= {f"loss_{name}": total / weight for name, total in self.terms.items()}
+        if needs_teacher(self.terms):
+            found["expected_accept_len"] = 1.0 + self.acceptance.expected / jnp.maximum(self.acceptance.blocks, 1)
+        return found | self.acceptance.measures()
 
 
 def embed_blocks(tokens: jax.Array, frozen: Frozen, *, block_size: int, mask_token: int) -> jax.Array:
     """[..., W, D] embeddings of the blocks [x_a, MASK, .. MASK] of anchor tokens [...]."""
     slots = jnp.full((*tokens.shape, block_size), mask_token, tokens.dtype).at[..., 0].set(tokens)
-    return frozen.embedding[slots]
+    return frozen.embed(slots)
 
 
 def block_states(
@@ -134,29 +150,33 @@ def block_states(
 def block_loss(
     drafter: Drafter,
     batch: Batch,
-    features: jax.Array,
+    states: TargetStates,
     frozen: Frozen,
     *,
-    slot_weights: jax.Array,
+    rule: Rule,
     anchor_count: int,
     seed: int,
     head_chunk: int,
     head_sample: int | None,
+    noise_std: jax.Array | None = None,
 ) -> LossSums:
     """Loss and acceptance sums of one batch with freshly drawn anchors.
 
-    features: [B, S, T * E]; slot_weights: [W] float32 with 0 for slot 0; seed: of the anchors' draw;
-    head_chunk: blocks whose logits are alive at a time; head_sample: tokens in the softmax, None for all.
+    anchor_count: blocks of a row; seed: of the anchors' draw and of the noise; head_chunk: blocks whose logits are
+    alive at a time; head_sample: tokens in the softmax, None for all; noise_std: [] of the Gaussian noise that is
+    added to the features, and to nothing else.
     """
     valid = valid_anchors(batch.loss_mask, batch.segment_ids)
     keys = row_keys(seed, batch.epochs, batch.record_ids)
     anchors, kept = draw_anchors(keys, valid, anchor_count)
+    if noise_std is not None:
+        states = states._replace(features=with_noise(keys, states.features, noise_std))
     return anchored_loss(
         drafter,
         batch,
-        features,
+        states,
         frozen,
-        slot_weights=slot_weights,
+        rule=rule,
         anchors=anchors,
         kept=kept,
         seed=seed,
@@ -168,10 +188,10 @@ def block_loss(
 def anchored_loss(
     drafter: Drafter,
     batch: Batch,
-    features: jax.Array,
+    states: TargetStates,
     frozen: Frozen,
     *,
-    slot_weights: jax.Array,
+    rule: Rule,
     anchors: jax.Array,
     kept: jax.Array,
     seed: int,
@@ -183,19 +203,33 @@ def anchored_loss(
     labels, mask = block_labels(
         batch.tokens, batch.loss_mask, batch.segment_ids, anchors=anchors, kept=kept, width=width
     )
-    hidden = block_states(drafter, batch, features, frozen, anchors=anchors, kept=kept)
+    hidden = block_states(drafter, batch, states.features, frozen, anchors=anchors, kept=kept)
     # Slot 0 predicts nothing, so the head never sees it.
     hidden, labels, mask = hidden[:, :, 1:], labels[:, :, 1:], mask[:, :, 1:]
     # One draw for a batch: the address of its randomness is what is in it.
     key = row_keys(seed, batch.epochs[:1], batch.record_ids.sum()[None])[0]
     head, index, known = frozen.softmax_over(labels, key, size=head_sample)
-    weights = slot_weights[1:] * (mask & known)
 
     def by_block(values: jax.Array) -> jax.Array:
         return values.reshape(-1, *values.shape[2:])
 
+    teacher = None if states.last is None else by_block(teacher_states(states.last, anchors, width=width))
     with jax.named_scope("head"):
-        result = head_loss(by_block(hidden), head, by_block(index), by_block(weights), head_chunk)
-        found = cast(HeadResult, result)  # custom_vjp hides the type
-    correct = found.correct.reshape(mask.shape) & known
-    return LossSums(loss=found.total, weight=weights.sum(), acceptance=acceptance(correct, mask))
+        slots = Slots(by_block(hidden), by_block(index), by_block(mask & known), teacher)
+        found = cast(HeadResult, head_loss(slots, head, rule, head_chunk))  # custom_vjp hides the type
+    # A label outside the head is never drafted.
+    ranks = jnp.where(known, found.ranks.reshape(mask.shape), head.rows.shape[0])
+    measured = acceptance(ranks, mask, found.overlaps.reshape(mask.shape))
+    streaks = jnp.cumprod((ranks == 0) & mask, axis=-1).sum(axis=-1)
+    tokens, rounds = walk(streaks, anchors, kept, valid_anchors(batch.loss_mask, batch.segment_ids))
+    measured = dataclasses.replace(measured, walk_tokens=tokens, walk_rounds=rounds)
+    return LossSums(found.total, found.weight, found.terms, measured)
+
+
+def teacher_states(last: jax.Array, anchors: jax.Array, *, width: int) -> jax.Array:
+    """[B, A, W - 1, E]: the target's last states that predict what slots 1.. must propose.
+
+    TRAP: slot k stands at position a + k, and the target predicts that token at position a + k - 1.
+    """
+    index = jnp.minimum(anchors[:, :, None] + jnp.arange(width - 1), last.shape[1] - 1)
+    return jax.vmap(lambda row, at: row[at])(last, index)

@@ -28,4 +28,5 @@ class HeldOut:
             self._evaluate(params, self._source(batch), self._frozen)
             for batch, _ in batches(self._data.records, self._data.plan, start=0)
         ]
-        return functools.reduce(operator.add, sums).measures()
+        total = functools.reduce(operator.add, sums)
+        return total.measures() | {"walk_tau": total.acceptance.walk_length}

@@ -14,13 +14,13 @@ from dflash_jax.batch import Batch
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import Meshes
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.objective.objective import Frozen, LossSums, block_loss
-from dflash_jax.objective.slot_weights import decay_weights
-from dflash_jax.resolve import decay
+from dflash_jax.objective.noise import NoiseSchedule
+from dflash_jax.objective.objective import Frozen, LossSums, TargetStates, block_loss
+from dflash_jax.resolve import rule
 from dflash_jax.sharding import materialise, replicated, rows, shardings
 from dflash_jax.training.features import Featured
-from dflash_jax.training.state import TrainState, initial_state
-from dflash_jax.training.step import Objective, apply_gradients, gradient_sums
+from dflash_jax.training.state import TrainState, first_state, initial_state
+from dflash_jax.training.step import GradientSums, Objective, apply_gradients, gradient_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +33,20 @@ class Programs:
     step: Callable[[TrainState, Sequence[Featured], Frozen], tuple[TrainState, dict[str, jax.Array]]]
 
 
-def make_objective(experiment: Experiment, *, anchors: int) -> Objective:
-    """The recipe's objective with `anchors` blocks per row."""
-    width = experiment.drafter.block_size
-    weights = decay_weights(width, decay(experiment.recipe.objective, width))
+def make_objective(experiment: Experiment, *, anchors: int, noise: NoiseSchedule | None = None) -> Objective:
+    """The recipe's objective with `anchors` blocks per row and `noise` on the features."""
+    chosen = rule(experiment.recipe.objective, experiment.drafter.block_size)
 
-    def objective(drafter: Drafter, batch: Batch, features: jax.Array, frozen: Frozen) -> LossSums:
+    def objective(
+        drafter: Drafter, batch: Batch, states: TargetStates, frozen: Frozen, step: jax.Array
+    ) -> LossSums:
         return block_loss(
             drafter,
             batch,
-            features,
+            states,
             frozen,
-            slot_weights=jnp.asarray(weights),
+            rule=chosen,
+            noise_std=None if noise is None else noise(step),
             anchor_count=anchors,
             seed=experiment.recipe.train.seed,
             head_chunk=experiment.recipe.objective.head_chunk,
@@ -54,7 +56,13 @@ def make_objective(experiment: Experiment, *, anchors: int) -> Objective:
     return objective
 
 
-def make_programs(experiment: Experiment, meshes: Meshes, optimizer: optax.GradientTransformation) -> Programs:
+def make_programs(
+    experiment: Experiment,
+    meshes: Meshes,
+    optimizer: optax.GradientTransformation,
+    *,
+    noise: NoiseSchedule | None = None,
+) -> Programs:
     """Everything that runs on the drafter's mesh. One compilation for each bucket's shape."""
     mesh, rules = meshes.drafter, meshes.drafter_rules
     structure: nnx.GraphDef[Drafter] = nnx.graphdef(nnx.eval_shape(experiment.initial_drafter))
@@ -62,29 +70,39 @@ def make_programs(experiment: Experiment, meshes: Meshes, optimizer: optax.Gradi
     shapes = jax.eval_shape(make_state)
     places = shardings(shapes, mesh, rules)
     everywhere, split = replicated(mesh), rows(mesh)
-    objective = make_objective(experiment, anchors=experiment.recipe.objective.anchors)
+    objective = make_objective(experiment, anchors=experiment.recipe.objective.anchors, noise=noise)
     gradients = functools.partial(gradient_sums, structure=structure, objective=objective)
-    update = functools.partial(apply_gradients, optimizer=optimizer)
 
-    def whole_step(state, batch, features, frozen):
-        return update(state, gradients(state.params, batch, features, frozen))
+    def update(state: TrainState, total: GradientSums):
+        changed, metrics = apply_gradients(state, total, optimizer=optimizer)
+        return changed, metrics if noise is None else {**metrics, "noise_std": noise(state.step)}
+
+    def whole_step(state, batch, states, frozen):
+        return update(state, gradients(state.params, batch, states, frozen, state.step))
 
     inputs = (split, split, everywhere)
     fused = jax.jit(
         whole_step, in_shardings=(places, *inputs), out_shardings=(places, everywhere), donate_argnums=0
     )
-    one_batch = jax.jit(gradients, in_shardings=(places.params, *inputs))
+    one_batch = jax.jit(gradients, in_shardings=(places.params, *inputs, everywhere))
     add = jax.jit(lambda total, more: total + more, donate_argnums=0)
     apply = jax.jit(update, out_shardings=(places, everywhere), donate_argnums=0)
 
     def step(state: TrainState, group: Sequence[Featured], frozen: Frozen):
         if len(group) == 1:
-            return fused(state, group[0].batch, group[0].features, frozen)
-        parts = (one_batch(state.params, item.batch, item.features, frozen) for item in group)
+            return fused(state, group[0].batch, group[0].states, frozen)
+        parts = (one_batch(state.params, item.batch, item.states, frozen, state.step) for item in group)
         return apply(state, functools.reduce(add, parts))
 
+    def begin() -> TrainState:
+        params = experiment.initial_params(shapes.params, places.params)
+        if params is None:
+            return materialise(make_state, mesh, rules)
+        complete = functools.partial(first_state, optimizer=optimizer)
+        return jax.jit(complete, out_shardings=places, donate_argnums=0)(params)
+
     return Programs(
-        first_state=lambda: materialise(make_state, mesh, rules),
+        first_state=begin,
         abstract=jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
         ),
@@ -98,11 +116,11 @@ def make_evaluation(experiment: Experiment, meshes: Meshes) -> Callable[[nnx.Sta
     objective = make_objective(experiment, anchors=experiment.recipe.eval.anchors)
     everywhere, split = replicated(meshes.drafter), rows(meshes.drafter)
 
-    def measure(params, batch, features, frozen):
-        return objective(nnx.merge(structure, params), batch, features, frozen)
+    def measure(params, batch, states, frozen):
+        return objective(nnx.merge(structure, params), batch, states, frozen, jnp.zeros((), jnp.int32))
 
     compiled = jax.jit(measure, in_shardings=(None, split, split, everywhere), out_shardings=everywhere)
-    return lambda params, item, frozen: compiled(params, item.batch, item.features, frozen)
+    return lambda params, item, frozen: compiled(params, item.batch, item.states, frozen)
 
 
 def parameter_count(state: TrainState) -> int:

@@ -21,5 +21,9 @@ class TrainState:
 
 def initial_state(make_drafter: Callable[[], nnx.Module], optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step; run it through `sharding.materialise` so that it is born sharded."""
-    params = nnx.state(make_drafter(), nnx.Param)
+    return first_state(nnx.state(make_drafter(), nnx.Param), optimizer)
+
+
+def first_state(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step from given parameters."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))

@@ -17,10 +17,11 @@ from flax import nnx
 
 from dflash_jax.batch import Batch
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.objective.objective import Frozen, LossSums
+from dflash_jax.objective.objective import Frozen, LossSums, TargetStates
 from dflash_jax.training.state import TrainState
 
-Objective = Callable[[Drafter, Batch, jax.Array, Frozen], LossSums]
+# (drafter, batch, target states, frozen, steps done: [] int32) -> sums
+Objective = Callable[[Drafter, Batch, TargetStates, Frozen, jax.Array], LossSums]
 
 
 @jax.tree_util.register_dataclass
@@ -38,16 +39,17 @@ class GradientSums:
 def gradient_sums(
     params: nnx.State,
     batch: Batch,
-    features: jax.Array,
+    states: TargetStates,
     frozen: Frozen,
+    step: jax.Array,
     *,
     structure: nnx.GraphDef[Drafter],
     objective: Objective,
 ) -> GradientSums:
-    """The gradient of one batch's loss sum with respect to params, and the sums."""
+    """The gradient of one batch's loss sum with respect to params, and the sums. step: steps done before."""
 
     def total(params: nnx.State) -> tuple[jax.Array, LossSums]:
-        sums = objective(nnx.merge(structure, params), batch, features, frozen)
+        sums = objective(nnx.merge(structure, params), batch, states, frozen, step)
         return sums.loss, sums
 
     (_, sums), grads = jax.value_and_grad(total, has_aux=True)(params)

@@ -1,0 +1,126 @@
+"""What drafter.init means, and whether it fits the recipe: random, the target's last layers, or a folder."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_jax.config import DrafterSection
+from dflash_jax.errors import UserError
+from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
+from dflash_jax.models.drafter_folder import DrafterFolder
+from dflash_jax.models.target import TargetConfig
+
+RANDOM, TARGET = "random", "target"
+# Families whose layers are built as a drafter's: plain norm weights, SwiGLU, nothing else.
+COPIED_FAMILIES = ("llama", "qwen3")
+
+
+def open_folder(section: DrafterSection) -> DrafterFolder | None:
+    """The folder that drafter.init names, or None where it is `random` or `target`.
+
+    A run needs the folder's config.json whenever it is opened, for what its recipe leaves null.
+    """
+    if section.init in (RANDOM, TARGET):
+        return None
+    path = pathlib.Path(section.init)
+    if not path.is_dir():
+        raise UserError(
+            f"drafter.init: found {section.init!r}, allowed: {RANDOM}, {TARGET}, or a folder with config.json and "
+            "model.safetensors (to go on with a run whose folder is gone: random, and by name every key of "
+            "drafter that the folder filled)"
+        )
+    return DrafterFolder.open(path)
+
+
+def filled(section: DrafterSection, folder: DrafterFolder) -> DrafterSection:
+    """The section with the folder's values where it says null."""
+    config = folder.config
+    values = {
+        "taps": list(folder.taps),
+        "mask_token": config.mask_token,
+        "mlp_width": config.mlp_width,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_width": config.head_width,
+        "rope_theta": config.rope_theta,
+        "rope_factor": config.yarn and config.yarn.factor,
+        "rope_original_length": config.yarn and config.yarn.original_length,
+        "sliding_window": config.window,
+        "is_causal": config.is_causal,
+    }
+    return dataclasses.replace(
+        section, **{key: value for key, value in values.items() if getattr(section, key) is None}
+    )
+
+
+def agreed(
+    config: DrafterConfig, folder: DrafterFolder, *, taps: tuple[int, ...], section: DrafterSection
+) -> DrafterConfig:
+    """The drafter of both recipe and folder; what no key of a recipe says is the folder's.
+
+    config, taps: as resolved from the filled section; section: the recipe's own. Raises UserError that lists
+    every difference except in block_size, which any drafter may be trained for.
+    """
+    theirs = folder.config
+    config = dataclasses.replace(config, norm_eps=theirs.norm_eps)
+    if config.yarn and theirs.yarn:
+        named = {"factor": config.yarn.factor, "original_length": config.yarn.original_length}
+        config = dataclasses.replace(config, yarn=dataclasses.replace(theirs.yarn, **named))
+    ours, found = _by_key(config, taps), _by_key(theirs, folder.taps)
+    if section.taps is None:
+        ours["tap_count"], found["tap_count"] = section.tap_count, len(folder.taps)
+    differences = [
+        f"drafter.{key}: the recipe says {json.dumps(value)}, {folder.path} has {json.dumps(found[key])}"
+        for key, value in ours.items()
+        if value != found[key]
+    ]
+    if differences:
+        raise UserError("; ".join(differences))
+    return config
+
+
+def _by_key(config: DrafterConfig, taps: tuple[int, ...]) -> dict[str, Any]:
+    """What shapes or gives meaning to the weights, by the recipe's keys where they exist."""
+    kinds, yarn = config.layer_types, config.yarn
+    sliding = kinds.count(SLIDING)
+    leading = kinds == (SLIDING,) * sliding + (FULL,) * (len(kinds) - sliding)
+    return {
+        "width": config.width,
+        "layers": len(kinds),
+        "taps": list(taps),
+        "mask_token": config.mask_token,
+        "mlp_width": config.mlp_width,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_width": config.head_width,
+        "rope_theta": config.rope_theta,
+        "rope_factor": yarn and yarn.factor,
+        "rope_original_length": yarn and yarn.original_length,
+        "sliding_layers": sliding if leading else ", ".join(kinds),
+        "sliding_window": config.window,
+        "is_causal": config.is_causal,
+    }
+
+
+def check_copies(config: DrafterConfig, target: TargetConfig, fields: Mapping[str, Any]) -> None:
+    """Raise UserError unless the target's last layers fit the drafter. fields: the target's configuration."""
+    if fields["model_type"] not in COPIED_FAMILIES:
+        raise UserError(
+            f"drafter.init: {TARGET} is not supported for targets of model_type {fields['model_type']!r}; "
+            f"supported: {', '.join(COPIED_FAMILIES)}; use {RANDOM}"
+        )
+    if biased := [key for key in ("attention_bias", "mlp_bias") if fields.get(key)]:
+        raise UserError(f"drafter.init: {TARGET} copies no biases, and the target has {biased[0]}; use {RANDOM}")
+    if len(config.layer_types) > target.layers:
+        raise UserError(
+            f"drafter.layers: found {len(config.layer_types)}, but drafter.init={TARGET} copies layers and "
+            f"the target has {target.layers}"
+        )
+    for key in ("mlp_width", "heads", "kv_heads", "head_width"):
+        if getattr(config, key) != getattr(target, key):
+            raise UserError(
+                f"drafter.{key}: found {getattr(config, key)}, but drafter.init={TARGET} copies layers with "
+                f"{getattr(target, key)}; set it to null, or use drafter.init={RANDOM}"
+            )
