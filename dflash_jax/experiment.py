@@ -133,12 +133,24 @@ class Experiment:
         return sample
 
     def frozen(self, target: Target, mesh: Mesh, draft_tokens: np.ndarray | None) -> Frozen:
-        """The target's embedding and head for the drafter's use, on the drafter's mesh, in drafter.dtype."""
+        """The target's embedding and head for the drafter's use, on the drafter's mesh, in drafter.dtype.
+
+        How the target scales embedded tokens and bounds its logits goes with them.
+        """
         dtype, place = jnp.dtype(self.recipe.drafter.dtype), replicated(mesh)
         embedding = jax.device_put(target.embedding.get_value(), place).astype(dtype)
         resolve.refuse_zero_row(embedding, self.drafter.mask_token)
         tied = target.head is target.embedding
         head = embedding if tied else jax.device_put(target.head.get_value(), place).astype(dtype)
-        if draft_tokens is None:
-            return Frozen(embedding, head, None)
-        return Frozen(embedding, head[draft_tokens], jax.device_put(draft_tokens, place))
+        config = target.config
+
+        def constant(value: float | None) -> jax.Array | None:
+            return None if value is None else jax.device_put(jnp.float32(value), place)
+
+        return Frozen(
+            embedding,
+            head if draft_tokens is None else head[draft_tokens],
+            None if draft_tokens is None else jax.device_put(jnp.asarray(draft_tokens), place),
+            embedding_scale=constant(config.embedding_scale),
+            softcap=constant(config.logit_softcap),
+        )

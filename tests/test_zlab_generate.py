@@ -80,9 +80,7 @@ def trained(target, drafter, frozen):
     return nnx.merge(structure, state.params)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.past_key_values. is deprecated:FutureWarning"
-)
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "kind",
     [{"layer_types": (FULL, FULL), "window": None}, {"layer_types": (SLIDING, FULL), "window": 9}],

@@ -34,6 +34,9 @@ class LlamaConfig:
     tied: bool
     attention_bias: bool
     mlp_bias: bool
+    # A Llama does neither.
+    embedding_scale: None = None
+    logit_softcap: None = None
 
     @classmethod
     def from_checkpoint(cls, fields: Mapping[str, Any]) -> Self:

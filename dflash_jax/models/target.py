@@ -32,6 +32,16 @@ class TargetConfig(Protocol):
     @property
     def tied(self) -> bool: ...
 
+    @property
+    def embedding_scale(self) -> float | None:
+        """What the family multiplies embedded tokens by, outside its embedding rows; None: nothing."""
+        ...
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """c where the family's logits are c tanh(l / c); None: they are not bounded."""
+        ...
+
 
 class Target(Protocol):
     """A frozen language model; Llama is the pattern to follow."""
