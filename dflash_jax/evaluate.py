@@ -114,7 +114,8 @@ def evaluate(
     forced = teacher_forced(experiment, meshes, target=target, drafter=drafter, frozen=frozen)
     if forced:
         length, blocks = forced["accept_len"], int(forced["blocks"])
-        print(f"held-out accept length, teacher-forced: {length:.2f} over {blocks} blocks")
+        walk = f"; along the way that decoding takes: {forced['walk_tau']:.2f}" if forced["walk_tau"] else ""
+        print(f"held-out accept length, teacher-forced: {length:.2f} over {blocks} blocks{walk}")
     found = []
     for item in compare(
         target,

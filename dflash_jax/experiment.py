@@ -58,6 +58,7 @@ class Experiment:
             drafter = initial.agreed(drafter, folder, taps=taps, section=recipe.drafter)
         if section.init == initial.TARGET:
             initial.check_copies(drafter, config, files.fields)
+        resolve.rule(recipe.objective, drafter.block_size)  # refuse what does not go together before any work
         return cls(recipe, files, tokenizer, taps, drafter, folder)
 
     @property
