@@ -30,6 +30,9 @@ class Decay:
 
     gamma: float
 
+    def __str__(self) -> str:
+        return "uniform weights" if self.gamma == float("inf") else f"decay, gamma {self.gamma:g}"
+
     def __call__(self, label_probability: jax.Array, mask: jax.Array) -> jax.Array:
         """label_probability, mask: [..., W - 1] by slot from 1 -> weights [..., W - 1], float32."""
         slot = jnp.arange(mask.shape[-1], dtype=jnp.float32)
@@ -41,6 +44,9 @@ class Dpace:
     """Weights by the accept length at stake; alpha in (0, 1] keeps slots behind an improbable one alive."""
 
     alpha: float
+
+    def __str__(self) -> str:
+        return f"D-PACE, alpha {self.alpha:g}"
 
     def __call__(self, label_probability: jax.Array, mask: jax.Array) -> jax.Array:
         """label_probability, mask: [..., W - 1] by slot from 1 -> weights [..., W - 1], float32."""
