@@ -36,22 +36,9 @@ def open_folder(section: DrafterSection) -> DrafterFolder | None:
 
 def filled(section: DrafterSection, folder: DrafterFolder) -> DrafterSection:
     """The section with the folder's values where it says null."""
-    config = folder.config
-    values = {
-        "taps": list(folder.taps),
-        "mask_token": config.mask_token,
-        "mlp_width": config.mlp_width,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "head_width": config.head_width,
-        "rope_theta": config.rope_theta,
-        "rope_factor": config.yarn and config.yarn.factor,
-        "rope_original_length": config.yarn and config.yarn.original_length,
-        "sliding_window": config.window,
-        "is_causal": config.is_causal,
-    }
+    theirs = _by_key(folder.config, folder.taps)
     return dataclasses.replace(
-        section, **{key: value for key, value in values.items() if getattr(section, key) is None}
+        section, **{key: value for key, value in theirs.items() if getattr(section, key, value) is None}
     )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import GOLDEN, published_drafter, published_tables, random_drafter
+from tiny_models import GOLDEN, published_drafter, published_tables, random_drafter, specforge_batch
 
 from dflash_jax.batch import Batch
 from dflash_jax.models.weights import names
@@ -24,19 +24,6 @@ CE = (("ce", 1.0),)
 @pytest.fixture(scope="module")
 def golden():
     return np.load(GOLDEN / "specforge_loss.npz")
-
-
-def specforge_batch(golden, loss_mask) -> Batch:
-    segments = np.ones((2, 40), np.int32)
-    segments[1, 29:] = 0
-    return Batch(
-        tokens=jnp.asarray(golden["input_ids"], jnp.int32),
-        positions=jnp.broadcast_to(jnp.arange(40), (2, 40)),
-        segment_ids=jnp.asarray(segments),
-        loss_mask=jnp.asarray(loss_mask),
-        record_ids=jnp.arange(2),
-        epochs=jnp.zeros(2, jnp.int32),
-    )
 
 
 @pytest.fixture(scope="module", params=["full", "sliding"])

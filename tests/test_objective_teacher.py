@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import GOLDEN, published_drafter, published_tables, random_drafter
+from tiny_models import GOLDEN, published_drafter, published_tables, random_drafter, specforge_batch
 
 from dflash_jax.batch import Batch
 from dflash_jax.models.weights import names
@@ -173,16 +173,7 @@ def test_the_target_is_not_asked_where_no_term_needs_it(rows):
 def specforge():
     """(golden arrays, states of all blocks [M, 8, 64], gradient of the drafter from one of these states)."""
     golden = np.load(GOLDEN / "specforge_loss.npz")
-    segments = np.ones((2, 40), np.int32)
-    segments[1, 29:] = 0
-    batch = Batch(
-        tokens=jnp.asarray(golden["input_ids"], jnp.int32),
-        positions=jnp.broadcast_to(jnp.arange(40), (2, 40)),
-        segment_ids=jnp.asarray(segments),
-        loss_mask=jnp.asarray(golden["loss_mask"] > 0),
-        record_ids=jnp.arange(2),
-        epochs=jnp.zeros(2, jnp.int32),
-    )
+    batch = specforge_batch(golden, golden["loss_mask"] > 0)
     structure, params = nnx.split(published_drafter("full"))
 
     def states(params):

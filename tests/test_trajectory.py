@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import GOLDEN, published_drafter, published_tables
+from tiny_models import GOLDEN, published_drafter, published_tables, specforge_batch
 
 from dflash_jax.batch import Batch
 from dflash_jax.config import OptimSection
@@ -65,16 +65,7 @@ def trained(saved) -> Trajectory:
     to_block_end[0, 15:23] = to_block_end[1, 11:19] = True
     to_gap_end[0, 15:20] = to_gap_end[1, 11:14] = True
     to_gap_end[0, 20] = to_gap_end[1, 14] = False
-    segments = np.ones((2, 40), np.int32)
-    segments[1, 29:] = 0
-    batch = Batch(
-        tokens=jnp.asarray(golden["input_ids"], jnp.int32),
-        positions=jnp.broadcast_to(jnp.arange(40), (2, 40)),
-        segment_ids=jnp.asarray(segments),
-        loss_mask=jnp.asarray(given),
-        record_ids=jnp.arange(2),
-        epochs=jnp.zeros(2, jnp.int32),
-    )
+    batch = specforge_batch(golden, given)
 
     masks = jnp.asarray(np.stack([given, to_block_end, to_gap_end]))
     kept = jnp.asarray(np.stack([kept, gapped, gapped]))

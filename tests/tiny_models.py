@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
+from dflash_jax.batch import Batch
 from dflash_jax.mesh import WEIGHT_AXES
 from dflash_jax.models.drafter import FULL, SLIDING, Drafter, DrafterConfig
 from dflash_jax.models.drafter_folder import DrafterFolder
@@ -213,3 +214,17 @@ def load_drafter(path: pathlib.Path) -> Drafter:
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Drafter(folder.config, nnx.Rngs(0))))
     places = shardings(abstract, one_device(), NO_RULES)
     return nnx.merge(graph, fill(abstract, folder.tensors(), shardings=places, source=str(path)))
+
+
+def specforge_batch(golden: Any, loss_mask: Any) -> Batch:
+    """The two rows of the golden specforge_loss, the second one padded from token 29 on."""
+    segments = np.ones((2, 40), np.int32)
+    segments[1, 29:] = 0
+    return Batch(
+        tokens=jnp.asarray(golden["input_ids"], jnp.int32),
+        positions=jnp.broadcast_to(jnp.arange(40), (2, 40)),
+        segment_ids=jnp.asarray(segments),
+        loss_mask=jnp.asarray(loss_mask),
+        record_ids=jnp.arange(2),
+        epochs=jnp.zeros(2, jnp.int32),
+    )
