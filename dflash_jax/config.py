@@ -50,6 +50,9 @@ class DrafterSection:
     tap_count: int = option(5, "target layers that feed the drafter, placed by the published rule", low=1)
     taps: list[int] | None = option(None, "target layers by index, instead of tap_count; the last is refused")
     mask_token: int | None = option(None, "token id of MASK; null: first embedding row past the tokenizer", low=0)
+    width: int | None = option(
+        None, "channels; other than the target's adds trained projections to its embedding and head", low=1
+    )
     mlp_width: int | None = option(None, "width of the MLP", low=1)
     heads: int | None = option(None, "query heads", low=1)
     kv_heads: int | None = option(None, "key/value heads", low=1)

@@ -51,6 +51,11 @@ def agreed(
     every difference except in block_size, which any drafter may be trained for.
     """
     theirs = folder.config
+    if theirs.target_width != config.target_width:
+        raise UserError(
+            f"drafter.init: {folder.path} drafts for a target of width {theirs.target_width}, and target.path has "
+            f"width {config.target_width}; start from another folder, or from drafter.init={RANDOM}"
+        )
     config = dataclasses.replace(config, norm_eps=theirs.norm_eps)
     if config.yarn and theirs.yarn:
         named = {"factor": config.yarn.factor, "original_length": config.yarn.original_length}
@@ -105,7 +110,7 @@ def check_copies(config: DrafterConfig, target: TargetConfig, fields: Mapping[st
             f"drafter.layers: found {len(config.layer_types)}, but drafter.init={TARGET} copies layers and "
             f"the target has {target.layers}"
         )
-    for key in ("mlp_width", "heads", "kv_heads", "head_width"):
+    for key in ("width", "mlp_width", "heads", "kv_heads", "head_width"):
         if getattr(config, key) != getattr(target, key):
             raise UserError(
                 f"drafter.{key}: found {getattr(config, key)}, but drafter.init={TARGET} copies layers with "

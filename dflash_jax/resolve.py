@@ -92,7 +92,8 @@ def drafter_config(
         raise UserError(f"drafter.head_width: found {head_width}, allowed: even numbers (RoPE turns pairs)")
     full = section.layers - section.sliding_layers
     return DrafterConfig(
-        width=target.width,
+        width=section.width or target.width,
+        target_width=target.width,
         mlp_width=section.mlp_width or target.mlp_width,
         heads=heads,
         kv_heads=kv_heads,

@@ -131,7 +131,8 @@ AGREEING = {
 
 
 @pytest.mark.parametrize(
-    "field", sorted({f.name for f in dataclasses.fields(DrafterConfig)} - {"block_size", "norm_eps"})
+    "field",
+    sorted({f.name for f in dataclasses.fields(DrafterConfig)} - {"block_size", "norm_eps", "target_width"}),
 )
 def test_every_difference_between_recipe_and_folder_is_found(field):
     """The recipe names every key; the folder differs in one field."""
@@ -197,8 +198,17 @@ def test_what_no_key_says_is_the_folders(recipe, tmp_path):
 
 def test_a_folder_of_another_width_is_refused(recipe, tmp_path):
     path = tiny_models.published_folder(tmp_path / "wide", "full")
-    with pytest.raises(UserError, match=r"drafter\.width: the recipe says 36, .* has 64"):
+    with pytest.raises(UserError, match=r"drafter\.init: .*wide drafts for a target of width 64, .* 36"):
         opened(recipe, f"drafter.init={path}", "drafter.layers=3", "drafter.tap_count=5")
+
+
+def test_a_width_of_the_recipes_own_is_compared_too(recipe, folder):
+    with pytest.raises(UserError, match=r"drafter\.width: the recipe says 24, .* has 36"):
+        opened(recipe, f"drafter.init={folder}", "drafter.width=24")
+    with pytest.raises(
+        UserError, match=r"drafter\.width: found 24, but drafter\.init=target copies layers with 36"
+    ):
+        opened(recipe, "drafter.init=target", "drafter.width=24", "drafter.layers=2", "drafter.block_size=5")
 
 
 def test_wrong_tensors_of_a_folder_are_named(recipe, tmp_path):

@@ -257,6 +257,15 @@ def test_evaluation_is_without_noise(recipe, finished):
     assert "noise_std" not in lines(run, "eval_log.jsonl")[0].keys() | lines(finished)[0].keys()
 
 
+def test_a_drafter_narrower_than_its_target_learns_and_decodes_without_changing_a_token(recipe):
+    assert train.main(recipe.arguments("narrow", "drafter.width=24", "optim.lr=1e-2")) == 0
+    run = recipe.root / "narrow"
+    assert lines(run)[-1]["loss"] < 0.9 * lines(run)[0]["loss"]
+    assert evaluate.main([f"run={run}", "max_new_tokens=24", "limit=1"]) == 0
+    content = json.loads((run / "report" / "evaluation.json").read_text())
+    assert content["sets"][-1]["identical"] == content["sets"][-1]["prompts"] == 2
+
+
 def test_evaluation_decodes_without_changing_a_token(recipe, finished, capsys):
     assert evaluate.main([f"run={finished}", "max_new_tokens=24", "limit=2"]) == 0
     content = json.loads((finished / "report" / "evaluation.json").read_text())

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tiny_models import load_drafter, random_drafter, save_drafter
 
-from dflash_jax.models.drafter import FULL, SLIDING
+from dflash_jax.models.drafter import FULL, SLIDING, Drafter
 from dflash_jax.models.yarn import Yarn
 
 KINDS = {
@@ -40,14 +41,49 @@ def test_forward_equals_the_published_package(tmp_path, name):
             noise_embedding=torch.tensor(block),
             target_hidden=torch.tensor(features),
         )
+    np.testing.assert_allclose(drafted(ours, block, features, at), expected.numpy(), rtol=0, atol=1e-5)
+
+
+def test_a_drafter_of_another_width_is_the_published_one_between_two_projections(tmp_path):
+    import torch
+    from dflash import DFlashDraftModel
+
+    random = np.random.default_rng(8)
+    inner = random_drafter(17, width=24, target_width=24, feature_width=48)
+    theirs = DFlashDraftModel.from_pretrained(
+        save_drafter(tmp_path / "drafter", inner, taps=(1, 3)), dtype=torch.float32
+    ).eval()
+    # z-lab's class cannot say that features, embedding and head are wider than the drafter, so torch is told here.
+    fc, down, up = (
+        random.standard_normal(shape).astype(np.float32) / 6 for shape in ((24, 72), (24, 36), (36, 24))
+    )
+    theirs.fc.weight = torch.nn.Parameter(torch.tensor(fc))
+    ours = random_drafter(17, width=24)
+    nnx.update(ours, nnx.filter_state(nnx.state(inner), lambda path, leaf: path[0] != "fc"))
+    for layer, matrix in ((ours.fc, fc), (ours.embed_proj, down), (ours.head_proj, up)):
+        layer.weight[...] = jnp.asarray(matrix)
+
+    features = random.standard_normal((2, CONTEXT, 72)).astype(np.float32)
+    block = random.standard_normal((2, BLOCK, 36)).astype(np.float32)
+    at = np.broadcast_to(np.arange(CONTEXT + BLOCK), (2, CONTEXT + BLOCK))
+    with torch.no_grad():
+        expected = theirs(
+            position_ids=torch.tensor(at),
+            noise_embedding=torch.tensor(block @ down.T),
+            target_hidden=torch.tensor(features),
+        )
+    np.testing.assert_allclose(drafted(ours, block, features, at), expected.numpy() @ up.T, rtol=0, atol=1e-5)
+
+
+def drafted(drafter: Drafter, block: np.ndarray, features: np.ndarray, at: np.ndarray) -> jax.Array:
+    """[B, W, E] of one block a row behind its whole context; at: [B, S + W] positions of both."""
     before, slots = jnp.asarray(at[:, :CONTEXT]), jnp.asarray(at[:, None, CONTEXT:])
-    found = jax.jit(
-        lambda block, features: ours(
+    return jax.jit(
+        lambda block, features: drafter(
             block,
             slots,
-            ours.context(features, before),
+            drafter.context(features, before),
             visible=jnp.ones((2, 1, CONTEXT), bool),
             context_positions=before,
         )
-    )(jnp.asarray(block[:, None]), jnp.asarray(features))
-    np.testing.assert_allclose(found[:, 0], expected.numpy(), rtol=0, atol=1e-5)
+    )(jnp.asarray(block[:, None]), jnp.asarray(features))[:, 0]

@@ -86,6 +86,7 @@ def drafter_sizes(**changes: Any) -> DrafterConfig:
     """Sizes of a drafter for `save_llama`'s default target with two taps."""
     sizes: dict[str, Any] = {
         "width": 36,
+        "target_width": 36,
         "mlp_width": 40,
         "heads": 4,
         "kv_heads": 2,
@@ -132,6 +133,7 @@ def published_drafter(kind: str) -> Drafter:
     layer_types = (FULL, FULL, FULL) if kind == "full" else (SLIDING, FULL, SLIDING)
     config = DrafterConfig(
         width=64,
+        target_width=64,
         mlp_width=128,
         heads=4,
         kv_heads=2,

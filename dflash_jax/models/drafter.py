@@ -5,7 +5,8 @@
     slot k of norm(y) predicts the token at position a + k; slot 0 is the anchor itself
 
 Semantics are those of z-lab's inference code (PyPI ``dflash`` 0.1.0, model.py), which is what serves the result.
-The target's embedding and head are used frozen and belong to the caller.
+The target's embedding and head are used frozen and belong to the caller, so blocks come in and hidden states go
+out in its width E. A drafter of another width D has two matrices more, embed_proj [D, E] and head_proj [E, D].
 """
 
 import dataclasses
@@ -26,10 +27,12 @@ class DrafterConfig:
 
     layer_types: one of FULL and SLIDING per layer; window: keys a sliding query sees, itself included.
     is_causal: None makes sliding layers causal inside the block and full layers bidirectional.
-    feature_width: width of the concatenated taps. yarn: the drafter's own; nothing of the target's RoPE applies.
+    target_width: of the embedded block and of the states for the head; feature_width: of the concatenated taps.
+    yarn: the drafter's own; nothing of the target's RoPE applies.
     """
 
     width: int
+    target_width: int
     mlp_width: int
     heads: int
     kv_heads: int
@@ -101,6 +104,9 @@ class Drafter(nnx.Module):
         self.hidden_norm = RMSNorm(rngs, "embed", config.width, eps=config.norm_eps)
         self.layers = nnx.List([DrafterLayer(config, i, rngs) for i in range(len(config.layer_types))])
         self.norm = RMSNorm(rngs, "embed", config.width, eps=config.norm_eps)
+        if config.width != config.target_width:
+            self.embed_proj = Linear(rngs, "embed features", config.width, config.target_width)
+            self.head_proj = Linear(rngs, "features embed", config.target_width, config.width)
 
     def context(self, features: jax.Array, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """Keys and values of every layer, [B, S, K, H] each, from features [B, S, T * E].
@@ -122,18 +128,20 @@ class Drafter(nnx.Module):
         visible: jax.Array,
         context_positions: jax.Array,
     ) -> jax.Array:
-        """Hidden states [B, A, W, D] of embedded blocks [B, A, W, D], after the final norm.
+        """Hidden states [B, A, W, E] for the target's head, of embedded blocks [B, A, W, E], after the final norm.
 
         positions: [B, A, W] of the slots; context: from `context`; visible: [B, A, S] bool, which context
         tokens a block may see (those before its anchor in its document); context_positions: [B, S].
         """
         table = self._table(positions)
         distance = positions[..., None] - context_positions[:, None, None, :]
-        x = block
+        projected = self.config.width != self.config.target_width
+        x = self.embed_proj(block) if projected else block
         for index, (layer, keys_values) in enumerate(zip(self.layers, context, strict=True)):
             with jax.named_scope(f"drafter_layer_{index}"):
                 x = layer(x, table, Context(*keys_values, visible, distance))
-        return self.norm(x)
+        x = self.norm(x)
+        return self.head_proj(x) if projected else x
 
     def _table(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config

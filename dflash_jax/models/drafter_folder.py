@@ -91,6 +91,7 @@ def _read(fields: Mapping[str, Any]) -> tuple[DrafterConfig, tuple[int, ...]]:
     layer_types = _layer_types(fields)
     config = DrafterConfig(
         width=width,
+        target_width=width,
         mlp_width=fields["intermediate_size"],
         heads=heads,
         kv_heads=fields["num_key_value_heads"],
