@@ -163,9 +163,12 @@ def _check_limits(key: str, value: Any, field: dataclasses.Field) -> None:
                 raise UserError(f"{key}.{name}: found {inner}, allowed: a single value")
             _check_number(f"{key}.{name}", inner, low=low, high=high)
         return
-    if value is not None:
-        _check_choice(key, value, allowed)
-    _check_number(key, value, low=low, high=high)
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, dict | list):
+            raise UserError(f"{key}: found {item} in the list, allowed: single values")
+        if item is not None:
+            _check_choice(key, item, allowed)
+        _check_number(key, item, low=low, high=high)
 
 
 def _check_choice(key: str, value: Any, allowed: tuple[str, ...] | None) -> None:

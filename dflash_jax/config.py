@@ -9,6 +9,7 @@ from typing import Any
 
 MISSING = "???"  # OmegaConf's mark for a key without a default
 DTYPES = ("float32", "bfloat16")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 LOSS_TERMS = ("ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_hybrid")  # what they are: objective/terms.py
 
 
@@ -22,7 +23,7 @@ def option(
 ) -> Any:
     """A dataclass field with its one-line meaning and the values it allows (limits inclusive).
 
-    For a mapping, choices are its keys and the limits those of its values.
+    For a mapping, choices are its keys and the limits those of its values; for a list, both are of its items.
     """
     metadata = {"meaning": meaning, "low": low, "high": high, "choices": choices}
     if isinstance(default, list):
@@ -60,7 +61,7 @@ class DrafterSection:
     rope_theta: float | None = option(None, "RoPE base", low=1.0)
     rope_factor: float | None = option(None, "YaRN: how much longer the context gets; null: no YaRN", low=1.0)
     rope_original_length: int | None = option(None, "YaRN: tokens of the context before", low=1)
-    sliding_layers: int = option(0, "leading layers with a sliding window; the others are full", low=0)
+    layer_types: list[str] | None = option(None, "attention of each layer; null: all full", choices=LAYER_TYPES)
     sliding_window: int | None = option(None, "keys that a sliding query sees, itself included", low=1)
     is_causal: bool | None = option(None, "causal inside the block; null: sliding layers only")
     vocab: int | None = option(None, "draft vocabulary: most frequent tokens the head covers; null: all", low=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_jax.config import DrafterSection
 from dflash_jax.errors import UserError
-from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
+from dflash_jax.models.drafter import DrafterConfig
 from dflash_jax.models.drafter_folder import DrafterFolder
 from dflash_jax.models.target import TargetConfig
 
@@ -37,6 +37,8 @@ def open_folder(section: DrafterSection) -> DrafterFolder | None:
 def filled(section: DrafterSection, folder: DrafterFolder) -> DrafterSection:
     """The section with the folder's values where it says null."""
     theirs = _by_key(folder.config, folder.taps)
+    if len(theirs["layer_types"]) != section.layers:
+        del theirs["layer_types"]  # they have no meaning for another number of layers, which `agreed` will name
     return dataclasses.replace(
         section, **{key: value for key, value in theirs.items() if getattr(section, key, value) is None}
     )
@@ -63,6 +65,8 @@ def agreed(
     ours, found = _by_key(config, taps), _by_key(theirs, folder.taps)
     if section.taps is None:
         ours["tap_count"], found["tap_count"] = section.tap_count, len(folder.taps)
+    if section.layer_types is None:
+        del ours["layer_types"]
     differences = [
         f"drafter.{key}: the recipe says {json.dumps(value)}, {folder.path} has {json.dumps(found[key])}"
         for key, value in ours.items()
@@ -75,12 +79,10 @@ def agreed(
 
 def _by_key(config: DrafterConfig, taps: tuple[int, ...]) -> dict[str, Any]:
     """What shapes or gives meaning to the weights, by the recipe's keys where they exist."""
-    kinds, yarn = config.layer_types, config.yarn
-    sliding = kinds.count(SLIDING)
-    leading = kinds == (SLIDING,) * sliding + (FULL,) * (len(kinds) - sliding)
+    yarn = config.yarn
     return {
         "width": config.width,
-        "layers": len(kinds),
+        "layers": len(config.layer_types),
         "taps": list(taps),
         "mask_token": config.mask_token,
         "mlp_width": config.mlp_width,
@@ -90,7 +92,7 @@ def _by_key(config: DrafterConfig, taps: tuple[int, ...]) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_factor": yarn and yarn.factor,
         "rope_original_length": yarn and yarn.original_length,
-        "sliding_layers": sliding if leading else ", ".join(kinds),
+        "layer_types": list(config.layer_types),
         "sliding_window": config.window,
         "is_causal": config.is_causal,
     }

@@ -77,20 +77,19 @@ def drafter_config(
 
     Of the target's RoPE only the base is taken: YaRN, partial or sectioned rotation of a target are its own.
     """
-    if section.sliding_layers > section.layers:
+    layer_types = tuple(section.layer_types or (FULL,) * section.layers)
+    if len(layer_types) != section.layers:
         raise UserError(
-            f"drafter.sliding_layers: found {section.sliding_layers}, "
-            f"allowed: 0 to drafter.layers={section.layers}"
+            f"drafter.layer_types: found {len(layer_types)} layers, but drafter.layers is {section.layers}"
         )
-    if section.sliding_layers and section.sliding_window is None:
-        raise UserError("drafter.sliding_window: a window is required where drafter.sliding_layers > 0")
+    if SLIDING in layer_types and section.sliding_window is None:
+        raise UserError(f"drafter.sliding_window: a window is required where drafter.layer_types has {SLIDING}")
     heads, kv_heads = section.heads or target.heads, section.kv_heads or target.kv_heads
     if heads % kv_heads:
         raise UserError(f"drafter.kv_heads: found {kv_heads}, allowed: divisors of drafter.heads={heads}")
     head_width = section.head_width or target.head_width
     if head_width % 2:
         raise UserError(f"drafter.head_width: found {head_width}, allowed: even numbers (RoPE turns pairs)")
-    full = section.layers - section.sliding_layers
     return DrafterConfig(
         width=section.width or target.width,
         target_width=target.width,
@@ -103,7 +102,7 @@ def drafter_config(
         mask_token=mask_token,
         rope_theta=section.rope_theta or target.rope_theta,
         norm_eps=target.norm_eps,
-        layer_types=(SLIDING,) * section.sliding_layers + (FULL,) * full,
+        layer_types=layer_types,
         window=section.sliding_window,
         is_causal=section.is_causal,
         yarn=_yarn(section),

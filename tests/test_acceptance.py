@@ -193,9 +193,8 @@ def test_walk_over_greedy_text_is_what_greedy_decoding_does(few_tokens_llama):
             rule=Rule((("ce", 1.0),), Decay(7.0)),
             anchors=jnp.where(kept, batch.positions, 0),
             kept=kept,
-            seed=0,
             head_chunk=32,
-            head_sample=None,
+            head_draw=None,
         ).acceptance
 
     rounds = np.asarray(decoded.rounds)

@@ -133,6 +133,11 @@ WRONG = [
     ("optim.lr=.inf", r"optim\.lr: found inf, allowed: at least 0"),
     ("optim.b1=1", r"optim\.b1: found 1.0, allowed: 0.0 to 0.9999"),
     ("data.buckets=['${oops}']", r"data\.buckets: references such as"),
+    ("data.buckets=[[1]]", r"data\.buckets: found \[1\] in the list, allowed: single values"),
+    (
+        "drafter.layer_types=[full_attention,sliding]",
+        r"drafter\.layer_types: found 'sliding' \(did you mean 'sliding_attention'\?\); allowed: full_attention, ",
+    ),
     ("data.buckets={a: 1}", r"command line: data\.buckets: found \{'a': 1\}, allowed: a list"),
     # Mappings: names, then values.
     ("objective.terms.lk=1", r"objective\.terms: found 'lk' \(did you mean 'kl'\?\); allowed: ce, kl, "),

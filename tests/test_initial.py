@@ -150,6 +150,7 @@ def test_every_difference_between_recipe_and_folder_is_found(field):
 def named_section(config: DrafterConfig) -> DrafterSection:
     return DrafterSection(
         layers=2,
+        layer_types=list(config.layer_types),
         taps=list(TAPS),
         mask_token=config.mask_token,
         mlp_width=config.mlp_width,
@@ -200,6 +201,18 @@ def test_a_folder_of_another_width_is_refused(recipe, tmp_path):
     path = tiny_models.published_folder(tmp_path / "wide", "full")
     with pytest.raises(UserError, match=r"drafter\.init: .*wide drafts for a target of width 64, .* 36"):
         opened(recipe, f"drafter.init={path}", "drafter.layers=3", "drafter.tap_count=5")
+
+
+def test_a_drafter_with_sliding_layers_in_any_place_is_trained_further(recipe, tmp_path):
+    drafter = tiny_models.random_drafter(26, **SIZES | {"layer_types": (SLIDING, FULL, SLIDING), "window": 9})
+    path = tiny_models.save_drafter(tmp_path / "mixed", drafter, taps=TAPS)
+    changes = [f"drafter.init={path}", "drafter.layers=3"]
+    assert opened(recipe, *changes).drafter == drafter.config
+    named = "drafter.layer_types=[sliding_attention,full_attention,full_attention]"
+    with pytest.raises(UserError, match=r"drafter\.layer_types: the recipe says \[.*\], .* has \["):
+        opened(recipe, *changes, named)
+    with pytest.raises(UserError, match=r"drafter\.layer_types: found 3 layers, but drafter\.layers is 2"):
+        opened(recipe, named, "drafter.sliding_window=9", "drafter.layers=2")
 
 
 def test_a_width_of_the_recipes_own_is_compared_too(recipe, folder):

@@ -131,7 +131,7 @@ def losses(drafter, example, noise_std):
         anchor_count=3,
         seed=0,
         head_chunk=3,
-        head_sample=None,
+        head_draw=None,
         noise_std=noise_std,
     )
 

@@ -56,9 +56,8 @@ def against_specforge(request, golden):
                 rule=Rule(CE, Decay(7.0)),
                 anchors=jnp.asarray(golden["anchors"], jnp.int32),
                 kept=kept,
-                seed=0,
                 head_chunk=4,
-                head_sample=None,
+                head_draw=None,
             )
             return found.loss, found
 
@@ -155,9 +154,8 @@ def at_anchors(drafter, batch, features, frozen, anchors, kept):
         rule=HALVING,
         anchors=anchors,
         kept=kept,
-        seed=0,
         head_chunk=3,
-        head_sample=None,
+        head_draw=None,
     )
 
 
@@ -206,7 +204,7 @@ def test_drawn_anchors_give_the_loss_of_those_anchors(rows):
     valid = valid_anchors(rows.batch.loss_mask, rows.batch.segment_ids)
     keys = row_keys(3, rows.batch.epochs, rows.batch.record_ids)
     expected = at_anchors(drafter, rows.batch, rows.features, rows.frozen, *draw_anchors(keys, valid, 4))
-    drawn = jax.jit(block_loss, static_argnames=("rule", "anchor_count", "seed", "head_chunk", "head_sample"))(
+    drawn = jax.jit(block_loss, static_argnames=("rule", "anchor_count", "seed", "head_chunk"))(
         drafter,
         rows.batch,
         TargetStates(rows.features),
@@ -215,7 +213,7 @@ def test_drawn_anchors_give_the_loss_of_those_anchors(rows):
         anchor_count=4,
         seed=3,
         head_chunk=3,
-        head_sample=None,
+        head_draw=None,
     )
     assert drawn.acceptance.blocks == 8
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), drawn, expected)
@@ -262,7 +260,7 @@ def test_a_batch_without_a_single_anchor_gives_zeros_and_finite_gradients(rows):
             anchor_count=4,
             seed=0,
             head_chunk=3,
-            head_sample=None,
+            head_draw=None,
         )
         return sums.loss, sums
 

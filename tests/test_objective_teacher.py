@@ -72,9 +72,8 @@ def losses(drafter, rows, frozen, states, rule=EVERY_TEACHER):
         rule=rule,
         anchors=jnp.asarray(ANCHORS),
         kept=jnp.asarray(KEPT),
-        seed=0,
         head_chunk=2,
-        head_sample=None,
+        head_draw=None,
     )
 
 

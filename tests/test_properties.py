@@ -136,9 +136,8 @@ def gradient(drafter, batch, states, anchors, kept):
             rule=Rule((("ce", 1.0), ("tv", 0.5)), Dpace(0.5)),
             anchors=anchors,
             kept=kept,
-            seed=0,
             head_chunk=5,
-            head_sample=None,
+            head_draw=None,
         )
         return found.loss, found
 
@@ -220,7 +219,7 @@ def objective(drafter, batch, states, frozen, step):
         anchor_count=3,
         seed=3,
         head_chunk=4,
-        head_sample=None,
+        head_draw=None,
     )
 
 
@@ -291,7 +290,7 @@ def test_bfloat16_stays_near_float32():
                 anchor_count=10,
                 seed=0,
                 head_chunk=20,
-                head_sample=None,
+                head_draw=None,
             )
             return found.loss / found.weight
 

@@ -204,13 +204,18 @@ def test_another_split_is_a_file_and_changes_nothing(recipe, finished, tmp_path)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
 
 
-def test_accumulated_batches_make_the_step_of_one_large_batch(recipe):
+@pytest.mark.parametrize("head_sample", ["null", "260"])
+def test_accumulated_batches_make_the_step_of_one_large_batch(recipe, head_sample):
     one_bucket = ["data.buckets=[192]", "train.steps=2", "eval.every=0", "optim.warmup=0"]
-    large = recipe.arguments("large", *one_bucket, f"data.tokens_per_batch={192 * 12}")
-    small = recipe.arguments("small", *one_bucket, f"data.tokens_per_batch={192 * 6}", "train.accumulate=2")
+    one_bucket.append(f"objective.head_sample={head_sample}")
+    large = recipe.arguments(f"large-{head_sample}", *one_bucket, f"data.tokens_per_batch={192 * 12}")
+    small = recipe.arguments(
+        f"small-{head_sample}", *one_bucket, f"data.tokens_per_batch={192 * 6}", "train.accumulate=2"
+    )
     assert train.main(large) == 0
     assert train.main(small) == 0
-    for ours, theirs in zip(lines(recipe.root / "small"), lines(recipe.root / "large"), strict=True):
+    names = (f"{size}-{head_sample}" for size in ("small", "large"))
+    for ours, theirs in zip(*(lines(recipe.root / name) for name in names), strict=True):
         assert ours["blocks"] == theirs["blocks"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)

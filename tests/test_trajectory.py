@@ -80,9 +80,8 @@ def trained(saved) -> Trajectory:
                 rule=Rule((("ce", 1.0),), Decay(7.0)),
                 anchors=jnp.asarray(golden["anchors"], jnp.int32),
                 kept=kept,
-                seed=0,
                 head_chunk=14,
-                head_sample=None,
+                head_draw=None,
             )
 
         return jax.tree.map(lambda part: part[0] + part[1] - part[2], jax.vmap(sums)(masks, kept))
@@ -252,7 +251,7 @@ def by_slot(golden) -> np.ndarray:
 
 
 def our_loss(row: Packed, drafter, used: np.ndarray):
-    return quick(anchored_loss, static_argnames=("rule", "seed", "head_chunk", "head_sample"))(
+    return quick(anchored_loss, static_argnames=("rule", "head_chunk"))(
         drafter,
         row.batch,
         row.states,
@@ -260,9 +259,8 @@ def our_loss(row: Packed, drafter, used: np.ndarray):
         rule=RULES["kl_g4"],
         anchors=row.anchors,
         kept=jnp.asarray(used)[None],
-        seed=0,
         head_chunk=10,
-        head_sample=None,
+        head_draw=None,
     )
 
 

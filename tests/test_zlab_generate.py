@@ -58,7 +58,7 @@ def trained(target, drafter, frozen):
             anchor_count=12,
             seed=0,
             head_chunk=64,
-            head_sample=None,
+            head_draw=None,
         )
 
     @jax.jit

@@ -2,7 +2,7 @@
 
     Z = sum_v exp l_v  ~  sum_{v in data} exp l_v + (V - V_data) / M * sum_{v in sample} exp l_v
 
-All tokens that occur as labels are in it every time; M of the others are drawn anew for each batch and stand for
+All tokens that occur as labels are in it every time; M of the others are drawn anew for each step and stand for
 all of them. The estimate of Z is unbiased, so tokens that never occur are still pushed down, and the drafter may
 be used with the target's whole head.
 """
@@ -13,6 +13,20 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One draw: key, the address of its randomness, and size, the tokens in it."""
+
+    key: jax.Array
+    size: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of_step(cls, step: jax.Array, *, seed: int, size: int) -> Self:
+        """The draw of an optimizer step [] int32: the same for all its rows, however they are batched."""
+        return cls(jax.random.fold_in(jax.random.key(seed), step), size)
 
 
 @jax.tree_util.register_dataclass
@@ -29,10 +43,10 @@ class HeadSample:
         occurs = np.pad(counts, (0, vocab - len(counts))) > 0
         return cls(np.flatnonzero(occurs).astype(np.int32), np.flatnonzero(~occurs).astype(np.int32))  # pyright: ignore[reportArgumentType]
 
-    def draw(self, key: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """`size` tokens [size] int32, the labels first, and what to add to their logits [size] float32."""
-        extra = size - self.labels.shape[0]
-        drawn = self.others[jax.random.randint(key, (extra,), 0, self.others.shape[0])]
+    def draw(self, draw: Draw) -> tuple[jax.Array, jax.Array]:
+        """`draw.size` tokens [M] int32, the labels first, and what to add to their logits [M] float32."""
+        extra = draw.size - self.labels.shape[0]
+        drawn = self.others[jax.random.randint(draw.key, (extra,), 0, self.others.shape[0])]
         correction = jnp.log(self.others.shape[0] / extra)
         offsets = jnp.concatenate([jnp.zeros(self.labels.shape), jnp.full((extra,), correction)])
         return jnp.concatenate([self.labels, drawn]), offsets.astype(jnp.float32)

@@ -16,7 +16,7 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.objective.acceptance import Acceptance, acceptance, walk
 from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
 from dflash_jax.objective.head import Head, HeadResult, Rule, Slots, head_loss
-from dflash_jax.objective.head_sample import HeadSample
+from dflash_jax.objective.head_sample import Draw, HeadSample
 from dflash_jax.objective.noise import with_noise
 from dflash_jax.objective.terms import needs_teacher
 
@@ -54,17 +54,15 @@ class Frozen:
             return tokens, jnp.ones(tokens.shape, bool)
         return _look_up(self.draft_tokens, tokens)
 
-    def softmax_over(
-        self, labels: jax.Array, key: jax.Array, *, size: int | None
-    ) -> tuple[Head, jax.Array, jax.Array]:
+    def softmax_over(self, labels: jax.Array, draw: Draw | None) -> tuple[Head, jax.Array, jax.Array]:
         """The part of the head that a loss normalises over, the labels' rows in it, and which labels have one.
 
-        size: rows drawn with `key` where there is a sample to draw from; otherwise the whole head is taken.
+        The whole head is taken without a draw, and where there is no sample to draw from.
         """
-        if self.sample is None or size is None:
+        if self.sample is None or draw is None:
             offsets = jnp.zeros(self.head.shape[0], jnp.float32)
             return Head(self.head, offsets, self.softcap), *self.index_of(labels)
-        tokens, offsets = self.sample.draw(key, size)
+        tokens, offsets = self.sample.draw(draw)
         return Head(self.head[tokens], offsets, self.softcap), *_look_up(self.sample.labels, labels)
 
     def tokens_of(self, index: jax.Array) -> jax.Array:
@@ -157,13 +155,13 @@ def block_loss(
     anchor_count: int,
     seed: int,
     head_chunk: int,
-    head_sample: int | None,
+    head_draw: Draw | None,
     noise_std: jax.Array | None = None,
 ) -> LossSums:
     """Loss and acceptance sums of one batch with freshly drawn anchors.
 
     anchor_count: blocks of a row; seed: of the anchors' draw and of the noise; head_chunk: blocks whose logits are
-    alive at a time; head_sample: tokens in the softmax, None for all; noise_std: [] of the Gaussian noise that is
+    alive at a time; head_draw: tokens in the softmax, None for all; noise_std: [] of the Gaussian noise that is
     added to the features, and to nothing else.
     """
     valid = valid_anchors(batch.loss_mask, batch.segment_ids)
@@ -179,9 +177,8 @@ def block_loss(
         rule=rule,
         anchors=anchors,
         kept=kept,
-        seed=seed,
         head_chunk=head_chunk,
-        head_sample=head_sample,
+        head_draw=head_draw,
     )
 
 
@@ -194,9 +191,8 @@ def anchored_loss(
     rule: Rule,
     anchors: jax.Array,
     kept: jax.Array,
-    seed: int,
     head_chunk: int,
-    head_sample: int | None,
+    head_draw: Draw | None,
 ) -> LossSums:
     """`block_loss` at given anchors [B, A]; blocks with kept [B, A] False weigh nothing."""
     width = drafter.config.block_size
@@ -206,9 +202,7 @@ def anchored_loss(
     hidden = block_states(drafter, batch, states.features, frozen, anchors=anchors, kept=kept)
     # Slot 0 predicts nothing, so the head never sees it.
     hidden, labels, mask = hidden[:, :, 1:], labels[:, :, 1:], mask[:, :, 1:]
-    # One draw for a batch: the address of its randomness is what is in it.
-    key = row_keys(seed, batch.epochs[:1], batch.record_ids.sum()[None])[0]
-    head, index, known = frozen.softmax_over(labels, key, size=head_sample)
+    head, index, known = frozen.softmax_over(labels, head_draw)
 
     def by_block(values: jax.Array) -> jax.Array:
         return values.reshape(-1, *values.shape[2:])

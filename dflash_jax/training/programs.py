@@ -14,6 +14,7 @@ from dflash_jax.batch import Batch
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import Meshes
 from dflash_jax.models.drafter import Drafter
+from dflash_jax.objective.head_sample import Draw
 from dflash_jax.objective.noise import NoiseSchedule
 from dflash_jax.objective.objective import Frozen, LossSums, TargetStates, block_loss
 from dflash_jax.resolve import rule
@@ -35,7 +36,8 @@ class Programs:
 
 def make_objective(experiment: Experiment, *, anchors: int, noise: NoiseSchedule | None = None) -> Objective:
     """The recipe's objective with `anchors` blocks per row and `noise` on the features."""
-    chosen = rule(experiment.recipe.objective, experiment.drafter.block_size)
+    section, seed = experiment.recipe.objective, experiment.recipe.train.seed
+    chosen, size = rule(section, experiment.drafter.block_size), section.head_sample
 
     def objective(
         drafter: Drafter, batch: Batch, states: TargetStates, frozen: Frozen, step: jax.Array
@@ -48,9 +50,9 @@ def make_objective(experiment: Experiment, *, anchors: int, noise: NoiseSchedule
             rule=chosen,
             noise_std=None if noise is None else noise(step),
             anchor_count=anchors,
-            seed=experiment.recipe.train.seed,
-            head_chunk=experiment.recipe.objective.head_chunk,
-            head_sample=experiment.recipe.objective.head_sample,
+            seed=seed,
+            head_chunk=section.head_chunk,
+            head_draw=None if size is None else Draw.of_step(step, seed=seed, size=size),
         )
 
     return objective
