@@ -198,7 +198,9 @@ class MeshPart:
     """One of the two meshes: which devices, and the sizes of its axes (their product is the device count)."""
 
     devices: list[int] = option(MISSING, "device indices, in mesh order")
-    axes: dict[str, int] = option(MISSING, "sizes of the mesh axes by name; `data` splits the rows of a batch")
+    axes: dict[str, int] = option(
+        MISSING, "sizes of the mesh axes by name; `data` and `fsdp` split the rows of a batch"
+    )
     rules: dict[str, str] = dataclasses.field(
         default_factory=dict,
         metadata={"meaning": "weight axis -> mesh axis; axes that are not named are replicated"},

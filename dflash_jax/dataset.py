@@ -13,6 +13,7 @@ from dflash_jax.data.prepare import prepare_records, refuse_mask_token
 from dflash_jax.data.records import Records
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import Meshes
+from dflash_jax.sharding import row_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def open_dataset(experiment: Experiment, source: str, directory: pathlib.Path, *
     records = prepare_records(experiment.tokenizer, pathlib.Path(source), directory)
     refuse_mask_token(records, experiment.drafter.mask_token)
     edges = recipe.data.buckets
-    axis = math.lcm(meshes.target.shape["data"], meshes.drafter.shape["data"])
+    axis = math.lcm(row_shards(meshes.target), row_shards(meshes.drafter))
     rows = rows_per_batch(edges, tokens_per_batch=recipe.data.tokens_per_batch, data_axis=axis)
     record_ids = np.flatnonzero(fits(records.lengths, edges))
     plan = BatchPlan(

@@ -30,6 +30,7 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
 from dflash_jax.monitor.json_lines import read_lines
 from dflash_jax.monitor.picture import draw_report
+from dflash_jax.monitor.progress import Loading
 from dflash_jax.monitor.run_log import plain
 from dflash_jax.objective.objective import Frozen
 from dflash_jax.sharding import shardings
@@ -107,7 +108,8 @@ def evaluate(
     """Measure, print the table and write the report; True if decoding changed no token but ties."""
     recipe, run = experiment.recipe, pathlib.Path(config.run)
     drafter = restore_drafter(experiment, meshes, step=step)
-    target = experiment.load_target(meshes.target, meshes.target_rules)
+    with Loading(experiment.name, experiment.files.weight_bytes) as loading:
+        target = experiment.load_target(meshes.target, meshes.target_rules, on_bytes=loading.add)
     draft_tokens = experiment.draft_tokens(Records.open(run / "data" / "train"))
     frozen = experiment.frozen(target, meshes.drafter, draft_tokens)
     print(f"{experiment.name}, drafter of {run} at step {step}", flush=True)

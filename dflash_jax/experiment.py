@@ -1,7 +1,7 @@
 """What a recipe names, opened: the target's files, its tokenizer, and everything that follows from them."""
 
 import dataclasses
-import pathlib
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -64,8 +64,7 @@ class Experiment:
     @property
     def name(self) -> str:
         """The target's name, from its file or folder."""
-        path = pathlib.Path(self.files.path)
-        return path.stem if path.is_file() else path.name
+        return self.files.name
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -81,20 +80,19 @@ class Experiment:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's, and those of the target's configuration."""
-        named = self.files.fields.get("eos_token_id")
-        listed = named if isinstance(named, list) else [named]
-        return tuple(sorted({self.tokenizer.eos_token_id, *listed} - {None}))
+        """Tokens that end an answer: the tokenizer's, and those that the target's files name."""
+        return tuple(sorted(({self.tokenizer.eos_token_id} | self.files.end_tokens) - {None}))
 
     @property
     def needs_teacher(self) -> bool:
         """Whether the objective compares with the target's distributions."""
         return needs_teacher(dict(resolve.rule(self.recipe.objective, self.drafter.block_size).terms))
 
-    def load_target(self, mesh: Mesh, rules: Rules) -> Target:
-        """The target with its weights, in target.dtype, in their shards on the mesh."""
+    def load_target(self, mesh: Mesh, rules: Rules, *, on_bytes: Callable[[int], object] | None = None) -> Target:
+        """The target with its weights, in target.dtype, in their shards on the mesh; on_bytes as in `load`."""
         graph, abstract = self.files.abstract(jnp.dtype(self.recipe.target.dtype))
-        return nnx.merge(graph, self.files.load(abstract, shardings(abstract, mesh, rules)))
+        state = self.files.load(abstract, shardings(abstract, mesh, rules), on_bytes=on_bytes)
+        return nnx.merge(graph, state)
 
     def initial_drafter(self) -> Drafter:
         """A drafter with random weights from train.seed."""

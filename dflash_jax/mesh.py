@@ -11,7 +11,10 @@ from dflash_jax.errors import UserError
 from dflash_jax.sharding import Rules
 
 # Every name that a weight gives to one of its dimensions (models/).
-WEIGHT_AXES = ("embed", "mlp", "heads", "kv_heads", "head", "vocab", "features")
+WEIGHT_AXES = (
+    *("embed", "mlp", "heads", "kv_heads", "head", "vocab", "features"),
+    *("experts", "expert_mlp", "router", "delta_channels", "delta_values", "delta_heads", "single", "kernel"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

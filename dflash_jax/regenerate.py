@@ -25,6 +25,7 @@ from dflash_jax.data.tokenizer import load_tokenizer
 from dflash_jax.decode.generate import Sequences, generate
 from dflash_jax.errors import UserError
 from dflash_jax.models.targets import TargetFiles
+from dflash_jax.monitor.progress import Loading
 
 PLAIN = {"add_special_tokens": False}
 
@@ -75,7 +76,9 @@ def answer(conversations: list[Conversation], config: RegenerateConfig) -> list[
     tokenizer: Any = load_tokenizer(path)
     graph, abstract = files.abstract(jnp.dtype(config.dtype))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = nnx.merge(graph, files.load(abstract, jax.tree.map(lambda _: device, abstract)))
+    with Loading(files.name, files.weight_bytes) as loading:
+        state = files.load(abstract, jax.tree.map(lambda _: device, abstract), on_bytes=loading.add)
+    target = nnx.merge(graph, state)
     run = jax.jit(
         functools.partial(generate, stop=(tokenizer.eos_token_id,), max_new_tokens=config.max_new_tokens)
     )

@@ -90,10 +90,15 @@ def drafter_config(
     head_width = section.head_width or target.head_width
     if head_width % 2:
         raise UserError(f"drafter.head_width: found {head_width}, allowed: even numbers (RoPE turns pairs)")
+    mlp_width = section.mlp_width or target.mlp_width
+    if mlp_width is None:
+        raise UserError(
+            "drafter.mlp_width: a number is required, for this target has no dense MLP to take it from"
+        )
     return DrafterConfig(
         width=section.width or target.width,
         target_width=target.width,
-        mlp_width=section.mlp_width or target.mlp_width,
+        mlp_width=mlp_width,
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,

@@ -4,6 +4,7 @@ A weight names its dimensions (``axes=("mlp", "embed")``), a mesh file maps thos
 `shardings` joins the two for a whole tree. Leaves without names (counters, optimizer scalars) are replicated.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dflash_jax.errors import UserError
 
+ROW_AXES = ("data", "fsdp")
 Rules = Mapping[str, str | None]
 
 
@@ -22,9 +24,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def rows(mesh: Mesh) -> NamedSharding:
-    """The first axis of an array (rows of a batch) split over the mesh's data axis."""
-    return NamedSharding(mesh, P("data"))
+def rows(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """The first axis of an array (rows of a batch) split over the mesh's axes `data` and `fsdp`."""
+    return NamedSharding(mesh, P(_row_axes(mesh)))
+
+
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Into how many parts the rows of a batch are split."""
+    return math.prod(mesh.shape[axis] for axis in _row_axes(mesh))
+
+
+def _row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    # Devices along `fsdp` hold parts of the weights, and gather them for rows of their own.
+    return tuple(axis for axis in ROW_AXES if axis in mesh.axis_names)
 
 
 def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:

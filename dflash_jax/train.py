@@ -20,7 +20,7 @@ from dflash_jax.dataset import Dataset, open_dataset
 from dflash_jax.errors import UserError
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import Meshes, make_meshes, prepare_devices
-from dflash_jax.monitor.progress import Progress
+from dflash_jax.monitor.progress import Loading, Progress
 from dflash_jax.monitor.run_log import RunLog
 from dflash_jax.sharding import replicated
 from dflash_jax.training.checkpoint import Checkpoints, chosen_step
@@ -99,7 +99,8 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
     noise = resolve.noise(recipe.objective, steps)
     programs = make_programs(experiment, meshes, optimizer, noise=noise)
     print_start(experiment, data, steps=steps, parameters=parameter_count(programs.abstract))
-    target = experiment.load_target(meshes.target, meshes.target_rules)
+    with Loading(experiment.name, experiment.files.weight_bytes) as loading:
+        target = experiment.load_target(meshes.target, meshes.target_rules, on_bytes=loading.add)
     frozen = experiment.frozen(target, meshes.drafter, experiment.draft_tokens(data.records))
     sample = jax.device_put(head_sample, replicated(meshes.drafter))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import GOLDEN, frozen_of, load_llama, random_drafter
+from tiny_models import GOLDEN, frozen_of, load_target, random_drafter
 
 from dflash_jax.batch import Batch
 from dflash_jax.decode.chain import generate_chain
@@ -167,7 +167,7 @@ def test_walk_by_hand():
 
 def test_walk_over_greedy_text_is_what_greedy_decoding_does(few_tokens_llama):
     """Tokens and verify steps of real chain decoding, and the same from one teacher-forced pass over its text."""
-    target, drafter = load_llama(few_tokens_llama.path), random_drafter(4)
+    target, drafter = load_target(few_tokens_llama.path), random_drafter(4)
     frozen, lengths, new, taps = frozen_of(target), np.array([9, 4, 1, 6]), 24, (0, 1)
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 7, (4, 9)), jnp.int32)
     decoded = jax.jit(generate_chain, static_argnames=("taps", "max_new_tokens"))(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tiny_models import drafter_sizes, frozen_of, load_llama, random_drafter
+from tiny_models import drafter_sizes, frozen_of, load_target, random_drafter
 
 from dflash_jax.batch import Batch
 from dflash_jax.decode.chain import generate_chain
@@ -76,7 +76,7 @@ def decoded(plain_llama):
     firsts = {token: [row.index(token) for row in whole if token in row] for token in set(itertools.chain(*whole))}
     stop = max(firsts, key=lambda token: (len({0, *firsts[token]}), -min(firsts[token])))
     stopped = [transformers_greedy(plain_llama, text, stop=stop) for text in texts]
-    return Decoded(plain_llama, load_llama(plain_llama.path), prompts, texts, whole, stop, stopped)
+    return Decoded(plain_llama, load_target(plain_llama.path), prompts, texts, whole, stop, stopped)
 
 
 def test_the_prompts_exercise_stopping(decoded):
@@ -229,7 +229,7 @@ def test_a_limit_of_one_token_needs_no_round(decoded):
 
 def test_cached_rounds_draft_what_whole_rows_say(few_tokens_llama):
     """The accepted run of every round, recomputed from features of the finished row without any cache."""
-    target, drafter = load_llama(few_tokens_llama.path), random_drafter(4)
+    target, drafter = load_target(few_tokens_llama.path), random_drafter(4)
     prompts, texts = right_padded(7)
     frozen, lengths = frozen_of(target), jnp.asarray(LENGTHS)
     result = chain(target, drafter, frozen, prompts, lengths, taps=TAPS, stop=NO_STOP, max_new_tokens=NEW)

@@ -17,7 +17,7 @@ from tiny_models import GOLDEN, published_drafter, published_tables, random_draf
 from dflash_jax.batch import Batch
 from dflash_jax.decode.chain import draft_block
 from dflash_jax.models.block_attention import Context, attend_block
-from dflash_jax.models.cache import KVCache
+from dflash_jax.models.cache import KVRows
 from dflash_jax.models.drafter import FULL, SLIDING
 from dflash_jax.models.weights import names
 from dflash_jax.objective.objective import Frozen, block_states, embed_blocks
@@ -69,12 +69,13 @@ def test_a_block_behind_its_whole_context(published):
 def test_rounds_of_decoding_with_a_context_cache(published):
     drafter, golden = published
     config, frozen, capacity = drafter.config, published_tables(), 40
-    cache = KVCache.empty(3, shape=(1, capacity, 2, 16), dtype=jnp.dtype("float32"))
+    cache = (KVRows.empty((1, capacity, 2, 16), jnp.dtype("float32")),) * 3
     at = jnp.arange(capacity)[None]
 
     @jax.jit
     def remember(features, start, cache):
-        return cache.write(drafter.context(features, start[:, None] + jnp.arange(16)), start)
+        added = drafter.context(features, start[:, None] + jnp.arange(16))
+        return tuple(rows.write(*new, start) for rows, new in zip(cache, added, strict=True))
 
     @jax.jit
     def run(anchor, cache, token):
@@ -82,7 +83,7 @@ def test_rounds_of_decoding_with_a_context_cache(published):
         states = drafter(
             block[:, None],
             anchor + jnp.arange(8)[None, None],
-            cache.layers,
+            cache,
             visible=(at < anchor)[:, None],
             context_positions=at,
         )

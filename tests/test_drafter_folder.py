@@ -21,6 +21,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.models.drafter import FULL, SLIDING
 from dflash_jax.models.drafter_folder import DrafterFolder
 from dflash_jax.models.published_rope import read_rope
+from dflash_jax.models.rope import Rope
 from dflash_jax.models.yarn import Yarn
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 48}
@@ -139,7 +140,8 @@ def test_is_causal_is_read_and_vllms_copy_of_it_may_stand_beside(tmp_path, causa
 
 
 def test_yarn_is_the_same_in_every_spelling():
-    expected = 1e6, Yarn(4.0, 4096, Yarn.usual(4.0, 4096).attention_factor, beta_fast=48.0)
+    yarn = Yarn(4.0, 4096, Yarn.usual(4.0, 4096).attention_factor, beta_fast=48.0)
+    expected = Rope(1e6, 64, yarn)
     yarn = {"rope_type": "yarn", **YARN}
     for fields in (
         {"rope_theta": 1e6, "rope_scaling": yarn},
@@ -148,9 +150,9 @@ def test_yarn_is_the_same_in_every_spelling():
         {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, **yarn}},
         {"rope_theta": 1e6, "rope_parameters": yarn, "rope_scaling": yarn},
     ):
-        assert read_rope(fields) == expected
+        assert read_rope(fields, 64) == expected
     with pytest.raises(UserError, match="contradict"):
-        read_rope({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, **yarn}, "rope_scaling": None})
+        read_rope({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, **yarn}, "rope_scaling": None}, 64)
 
 
 def test_every_wrong_tensor_is_named_at_once(tmp_path):

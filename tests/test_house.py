@@ -36,7 +36,7 @@ FLOORS = {
     "resolve": "config models objective",
     "initial": "config models",
     "experiment": "config sharding models objective data resolve initial",
-    "dataset": "mesh data experiment",
+    "dataset": "sharding mesh data experiment",
     "training": "batch config sharding mesh models objective data monitor resolve experiment dataset",
 }
 ENTRY_POINTS = ("train", "evaluate", "regenerate")
@@ -372,7 +372,7 @@ def test_every_recipe_parses_and_names_a_mesh_that_exists():
     files = sorted((ROOT / "recipes").glob("*.yaml"))
     assert files
     for file in files:
-        recipe = build(Recipe, [(str(file), read_yaml(file))])
+        recipe = build(Recipe, [("a user", {"data": {"train": "x"}}), (str(file), read_yaml(file))])
         assert (ROOT / "meshes" / f"{recipe.mesh}.yaml").is_file(), f"{file}: mesh {recipe.mesh}"
 
 

@@ -276,10 +276,10 @@ def test_copies_keep_the_head_norms_of_a_target_that_has_them():
         for layer in range(3)
         for x in "qk"
     }
-    found = dict(copied_layers(norms.items(), config, target_layers=3, seed=0))
+    found = dict(copied_layers(tiny_models.stored(norms), config, target_layers=3, seed=0))
     for layer in range(2):
         for x in "qk":
-            ours = found[f"layers.{layer}.self_attn.{x}_norm.weight"]
+            ours = found[f"layers.{layer}.self_attn.{x}_norm.weight"].read(())
             np.testing.assert_array_equal(ours, norms[f"model.layers.{layer + 1}.self_attn.{x}_norm.weight"])
 
 

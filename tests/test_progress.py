@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from dflash_jax.monitor import progress
-from dflash_jax.monitor.progress import Progress, describe
+from dflash_jax.monitor.progress import Loading, Progress, describe
 
 LINE = {
     "step": 120,
@@ -97,3 +97,30 @@ def test_a_terminal_gets_a_bar_that_starts_where_the_run_resumes(monkeypatch):
     last = terminal.getvalue().rstrip("\n").split("\r")[-1]
     assert "step 101/200" in last
     assert "epoch 0.52/6  loss 3.21  accept 1.42  12.3 ktok/s  eta 5:31" in last
+
+
+def test_a_loaded_target_is_one_plain_line_at_the_end(capsys, clock):
+    with Loading("tiny", 2_500_000_000) as loading:
+        loading.add(1_000_000_000)
+        clock[0] += 3.21
+        loading.add(1_500_000_000)
+        assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "loaded tiny: 2.50 GB in 3.2 s\n"
+
+
+def test_nothing_is_said_to_be_loaded_that_was_not(capsys):
+    with pytest.raises(OSError, match="gone"), Loading("tiny", 2_500_000_000):
+        raise OSError("gone")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar_over_the_bytes(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with Loading("tiny", 2_500_000_000) as loading:
+        assert "loading tiny  0.00B/2.50GB" in terminal.getvalue()
+        loading.add(1_000_000_000)
+        loading.add(1_500_000_000)
+    last = terminal.getvalue().rstrip("\n").split("\r")[-1]
+    assert "loading tiny  2.50GB/2.50GB" in last
+    assert "100%" in last

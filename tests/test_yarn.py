@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models.layers import rope_table
 from dflash_jax.models.published_rope import read_rope
 from dflash_jax.models.yarn import Yarn
 
@@ -49,11 +48,12 @@ def published(rope: dict, *, head_width: int, theta: float):
 def test_frequencies_and_tables_are_transformers(name, head_width, theta):
     rope = CASES[name]
     (cos, sin), frequencies, factor = published(rope, head_width=head_width, theta=theta)
-    found_theta, yarn = read_rope({"rope_theta": theta, "rope_scaling": rope})
-    assert (found_theta, yarn.attention_factor) == (theta, pytest.approx(factor, abs=1e-12))
+    found = read_rope({"rope_theta": theta, "rope_scaling": rope}, head_width)
+    assert (found.theta, found.width) == (theta, head_width)
+    assert found.scaling.attention_factor == pytest.approx(factor, abs=1e-12)
 
     # The angle of position 1 is the frequency itself.
-    our_sin, our_cos = rope_table(jnp.asarray(POSITIONS), head_width, theta=theta, yarn=yarn)
+    our_sin, our_cos = found.table(jnp.asarray(POSITIONS))
     assert our_sin.dtype == our_cos.dtype == jnp.float32
     np.testing.assert_allclose(np.arctan2(our_sin[1], our_cos[1]), frequencies, rtol=0, atol=1e-6)
     half = head_width // 2
@@ -62,7 +62,7 @@ def test_frequencies_and_tables_are_transformers(name, head_width, theta):
 
 
 def test_usual_is_what_transformers_makes_of_a_factor_and_a_length():
-    _, yarn = read_rope({"rope_theta": 1e6, "rope_scaling": PLAIN})
+    yarn = read_rope({"rope_theta": 1e6, "rope_scaling": PLAIN}, 128).scaling
     assert Yarn.usual(4.0, 4096) == yarn
     assert yarn.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
 

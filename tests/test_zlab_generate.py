@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import frozen_of, load_llama, random_drafter, save_drafter
+from tiny_models import frozen_of, load_target, random_drafter, save_drafter
 
 from dflash_jax.batch import Batch
 from dflash_jax.config import OptimSection
@@ -91,7 +91,7 @@ def test_their_loop_accepts_what_ours_accepts(plain_llama, tmp_path, monkeypatch
     from dflash import DFlashDraftModel
     from dflash import model as published
 
-    target = load_llama(plain_llama.path)
+    target = load_target(plain_llama.path)
     frozen = frozen_of(target)
     drafter = trained(target, random_drafter(3, **kind), frozen)
     width = drafter.config.block_size

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,9 +16,10 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_jax.batch import Batch
 from dflash_jax.mesh import WEIGHT_AXES
+from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import FULL, SLIDING, Drafter, DrafterConfig
 from dflash_jax.models.drafter_folder import DrafterFolder
-from dflash_jax.models.llama import Llama
+from dflash_jax.models.stored import Stored
 from dflash_jax.models.targets import TargetFiles
 from dflash_jax.models.weights import fill, names
 from dflash_jax.objective.objective import Frozen
@@ -72,13 +74,13 @@ def save_llama(path: pathlib.Path, *, seed: int, max_shard_size: str = "1GB", **
     return HubLlama(path, model)
 
 
-def load_llama(path: pathlib.Path, mesh: Mesh | None = None, rules=NO_RULES) -> Llama:
+def load_target(path: pathlib.Path, mesh: Mesh | None = None, rules=NO_RULES) -> Decoder:
     files = TargetFiles.open(path)
     graph, abstract = files.abstract(jnp.dtype("float32"))
     return nnx.merge(graph, files.load(abstract, shardings(abstract, mesh or one_device(), rules)))
 
 
-def frozen_of(target: Llama) -> Frozen:
+def frozen_of(target: Decoder) -> Frozen:
     return Frozen(target.embedding[...], target.head[...], None)
 
 
@@ -128,6 +130,11 @@ def seeded_tensor(name: str, shape: tuple[int, ...], *, seed: int) -> np.ndarray
     return 1 + np.float32(0.2) * noise if len(shape) == 1 else noise * np.float32(1.2 / np.sqrt(shape[1]))
 
 
+def stored(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Stored]]:
+    """Arrays in memory, as a stream of what a file holds."""
+    return ((name, Stored.of(array)) for name, array in arrays.items())
+
+
 def published_drafter(kind: str) -> Drafter:
     """z-lab's drafter with layers "full" (from its safetensors file) or "sliding" (window 10 in two of three)."""
     layer_types = (FULL, FULL, FULL) if kind == "full" else (SLIDING, FULL, SLIDING)
@@ -151,7 +158,7 @@ def published_drafter(kind: str) -> Drafter:
     if kind == "sliding":
         tensors = {name: seeded_tensor(name, array.shape, seed=12) for name, array in tensors.items()}
     places = shardings(abstract, one_device(), NO_RULES)
-    return nnx.merge(graph, fill(abstract, tensors.items(), shardings=places, source=kind))
+    return nnx.merge(graph, fill(abstract, stored(tensors), shardings=places, source=kind))
 
 
 def published_folder(path: pathlib.Path, kind: str, *, spelling: str = "config.json") -> pathlib.Path:

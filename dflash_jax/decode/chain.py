@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.decode.generate import Sequences, prefill
-from dflash_jax.models.cache import KVCache
+from dflash_jax.models.cache import KVRows
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
 from dflash_jax.objective.objective import Frozen, embed_blocks
@@ -60,7 +60,7 @@ def generate_chain(
         token, cache, context, rows, rounds = carry
         drafts = draft_block(drafter, frozen, token, cache.lengths, context)
         block = jnp.concatenate([token[:, None], drafts], axis=1)
-        features, last, cache = target.step(block, cache, taps=taps)
+        features, last, step = target.step(block, cache, taps=taps)
         chosen = jnp.argmax(target.logits(last), axis=-1).astype(jnp.int32)
         accepted = jnp.cumprod(drafts == chosen[:, :-1], axis=1).sum(axis=1)
         # chosen[k] equals drafts[k] wherever that was accepted, so chosen[: n + 1] is what the round emits.
@@ -69,7 +69,7 @@ def generate_chain(
         rounds = rounds + (jnp.arange(width) == emitted[:, None] - 1)
         context = _remember(drafter, context, features, cache.lengths)
         token = jnp.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
-        cache = cache.advance(jnp.where(rows.done, 0, accepted + 1))
+        cache = step.keep(jnp.where(rows.done, 0, accepted + 1))
         return token, cache, context, grown, rounds
 
     carry = (token, cache, context, rows, rounds)
@@ -78,7 +78,7 @@ def generate_chain(
 
 
 def draft_block(
-    drafter: Drafter, frozen: Frozen, token: jax.Array, anchors: jax.Array, context: KVCache
+    drafter: Drafter, frozen: Frozen, token: jax.Array, anchors: jax.Array, context: tuple[KVRows, ...]
 ) -> jax.Array:
     """Proposals [B, W - 1] for the positions after the anchors.
 
@@ -87,25 +87,28 @@ def draft_block(
     config = drafter.config
     block = embed_blocks(token[:, None], frozen, block_size=config.block_size, mask_token=config.mask_token)
     positions = anchors[:, None, None] + jnp.arange(config.block_size)
-    at = jnp.broadcast_to(jnp.arange(context.capacity), (token.shape[0], context.capacity))
+    capacity = context[0].keys.shape[1]
+    at = jnp.broadcast_to(jnp.arange(capacity), (token.shape[0], capacity))
     hidden = drafter(
         block,
         positions,
-        context.layers,
+        context,
         visible=(at < anchors[:, None])[:, None],
         context_positions=at,
     )
     return frozen.tokens_of(jnp.argmax(frozen.logits(hidden[:, 0, 1:]), axis=-1)).astype(jnp.int32)
 
 
-def _empty_context(drafter: Drafter, rows: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+def _empty_context(drafter: Drafter, rows: int, capacity: int, dtype: jnp.dtype) -> tuple[KVRows, ...]:
     config = drafter.config
     shape = (rows, capacity, config.kv_heads, config.head_width)
-    return KVCache.empty(len(config.layer_types), shape=shape, dtype=dtype)
+    return tuple(KVRows.empty(shape, dtype) for _ in config.layer_types)
 
 
-def _remember(drafter: Drafter, context: KVCache, features: jax.Array, starts: jax.Array) -> KVCache:
+def _remember(
+    drafter: Drafter, context: tuple[KVRows, ...], features: jax.Array, starts: jax.Array
+) -> tuple[KVRows, ...]:
     """Write the context of features [B, S, T * E] from position starts [B] of each row on."""
     positions = starts[:, None] + jnp.arange(features.shape[1])
-    features = features.astype(context.layers[0][0].dtype)
-    return context.write(drafter.context(features, positions), starts)
+    added = drafter.context(features.astype(context[0].keys.dtype), positions)
+    return tuple(rows.write(*new, starts) for rows, new in zip(context, added, strict=True))

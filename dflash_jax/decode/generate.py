@@ -1,4 +1,4 @@
-"""Plain greedy decoding with a key/value cache: one token per target pass, rows of different length."""
+"""Plain greedy decoding with a cache: one token per target pass, rows of different length."""
 
 import dataclasses
 from typing import Self
@@ -6,8 +6,10 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.models.cache import KVCache
 from dflash_jax.models.target import Target
+from dflash_jax.models.target_cache import TargetCache
+
+PREFILL_CHUNK = 512
 
 
 @jax.tree_util.register_dataclass
@@ -48,19 +50,38 @@ class Sequences:
 
 
 def prefill(
-    target: Target, prompts: jax.Array, lengths: jax.Array, *, capacity: int, taps: tuple[int, ...] = ()
-) -> tuple[jax.Array, jax.Array, KVCache]:
+    target: Target,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    *,
+    capacity: int,
+    taps: tuple[int, ...] = (),
+    chunk: int = PREFILL_CHUNK,
+) -> tuple[jax.Array, jax.Array, TargetCache]:
     """Run the prompts; returns (next token [B], features [B, P, T * E], cache that holds the prompts).
 
-    prompts: [B, P] right-padded, lengths: [B]; capacity: positions of the cache.
+    prompts: [B, P] right-padded, lengths: [B]; capacity: positions of the cache, at least P; chunk: tokens of a
+    row that are run at a time, which bounds the memory that long prompts take.
     """
-    config, dtype = target.config, target.embedding.dtype
-    shape = (prompts.shape[0], capacity, config.kv_heads, config.head_width)
-    cache = KVCache.empty(config.layers, shape=shape, dtype=dtype)
-    features, last, cache = target.step(prompts, cache, taps=taps)
-    at_end = jnp.take_along_axis(last, (lengths - 1)[:, None, None], axis=1)
-    token = jnp.argmax(target.logits(at_end)[:, 0], axis=-1).astype(jnp.int32)
-    return token, features, cache.advance(lengths)
+    rows, width = prompts.shape
+    count = -(-width // chunk)
+    size = min(width, chunk)
+    pieces = jnp.pad(prompts, ((0, 0), (0, count * size - width))).reshape(rows, count, size).swapaxes(0, 1)
+
+    def one(carry, piece):
+        cache, at_end = carry
+        features, last, step = target.step(piece, cache, taps=taps)
+        left = lengths - cache.lengths
+        inside = (left > 0) & (left <= size)
+        found = jnp.take_along_axis(last, jnp.clip(left - 1, 0, size - 1)[:, None, None], axis=1)[:, 0]
+        return (step.keep(jnp.minimum(left, size)), jnp.where(inside[:, None], found, at_end)), features
+
+    # The last piece may reach past the prompts, so the cache must as well.
+    cache = target.empty_cache(rows, capacity=max(capacity, count * size))
+    nothing = jnp.zeros((rows, target.config.width), target.embedding.dtype)
+    (cache, at_end), features = jax.lax.scan(one, (cache, nothing), pieces)
+    features = features.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :width]
+    return jnp.argmax(target.logits(at_end), axis=-1).astype(jnp.int32), features, cache
 
 
 def generate(
@@ -75,9 +96,9 @@ def generate(
 
     def body(carry):
         token, cache, rows = carry
-        _, last, cache = target.step(token[:, None], cache)
+        _, last, step = target.step(token[:, None], cache)
         token = jnp.argmax(target.logits(last)[:, 0], axis=-1).astype(jnp.int32)
-        cache = cache.advance(jnp.where(rows.done, 0, 1))
+        cache = step.keep(jnp.where(rows.done, 0, 1))
         return token, cache, rows.append(token[:, None], one, stop=stops, limit=max_new_tokens)
 
     rows = rows.append(token[:, None], one, stop=stops, limit=max_new_tokens)

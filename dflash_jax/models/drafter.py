@@ -15,7 +15,8 @@ import jax
 from flax import nnx
 
 from dflash_jax.models.block_attention import Context, attend_block
-from dflash_jax.models.layers import Linear, RMSNorm, SwiGLU, rope_table, rotate
+from dflash_jax.models.layers import Linear, RMSNorm, SwiGLU
+from dflash_jax.models.rope import Rope, rotate
 from dflash_jax.models.yarn import Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -145,4 +146,4 @@ class Drafter(nnx.Module):
 
     def _table(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config
-        return rope_table(positions, c.head_width, theta=c.rope_theta, yarn=c.yarn)
+        return Rope(c.rope_theta, c.head_width, c.yarn).table(positions)

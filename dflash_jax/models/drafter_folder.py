@@ -9,12 +9,12 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-import numpy as np
-
 from dflash_jax.errors import UserError
 from dflash_jax.models import hub_folder
 from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
 from dflash_jax.models.published_rope import read_rope
+from dflash_jax.models.rope import Llama3Scaling
+from dflash_jax.models.stored import Stored
 from dflash_jax.models.taps import published_taps
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -64,8 +64,8 @@ class DrafterFolder:
             raise UserError(f"{path}/config.json: {error}") from None
         return cls(path, config, taps)
 
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, array) of every tensor; the names are those of `Drafter`'s parameters."""
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        """(name, tensor) of every tensor; the names are those of `Drafter`'s parameters."""
         return hub_folder.tensors(self.path)
 
 
@@ -87,7 +87,8 @@ def _read(fields: Mapping[str, Any]) -> tuple[DrafterConfig, tuple[int, ...]]:
     for key, value in (("block_size", block_size), ("mask_token_id", mask_token)):
         if not isinstance(value, int) or value < 0:
             raise UserError(f"dflash_config.{key}: found {value!r}, expected a whole number")
-    theta, yarn = read_rope(fields)
+    rope = read_rope(fields, fields["head_dim"], kinds=("default", "yarn"))
+    assert not isinstance(rope.scaling, Llama3Scaling)
     layer_types = _layer_types(fields)
     config = DrafterConfig(
         width=width,
@@ -99,12 +100,12 @@ def _read(fields: Mapping[str, Any]) -> tuple[DrafterConfig, tuple[int, ...]]:
         feature_width=len(taps) * width,
         block_size=block_size,
         mask_token=mask_token,
-        rope_theta=theta,
+        rope_theta=rope.theta,
         norm_eps=fields["rms_norm_eps"],
         layer_types=layer_types,
         window=_window(fields) if SLIDING in layer_types else None,
         is_causal=_is_causal(fields),
-        yarn=yarn,
+        yarn=rope.scaling,
     )
     # Only vLLM reads it, for all layers at once; the folder must mean the same to every engine.
     everywhere = _dflash(fields).get("causal")

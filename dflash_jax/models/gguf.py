@@ -1,6 +1,6 @@
 """A GGUF model file read as if it were a Hugging Face folder: its configuration and its float32 weights.
 
-w[out, in] = dequantise(blocks of w)          q and k: rows back from interleaved pairs to two halves
+w[out, in] = dequantise(blocks of w)          q and k of a llama: rows back from interleaved pairs to two halves
 """
 
 import functools
@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash_jax.errors import UserError
+from dflash_jax.models.stored import Index, Stored
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
-
-ARCHITECTURES = frozenset({"llama"})
+    from gguf import GGUFReader, ReaderTensor
 
 # GGUF tensor name -> Hugging Face name; {} stands for the number of a layer.
-NAMES = {
+PLAIN = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -32,6 +31,8 @@ NAMES = {
     "blk.{}.ffn_up.weight": "model.layers.{}.mlp.up_proj.weight",
     "blk.{}.ffn_down.weight": "model.layers.{}.mlp.down_proj.weight",
 }
+BIASES = {f"blk.{{}}.attn_{x}.bias": f"model.layers.{{}}.self_attn.{x}_proj.bias" for x in "qkv"}
+NAMES = {"llama": PLAIN, "qwen2": PLAIN | BIASES}  # by general.architecture
 
 
 def open_reader(path: pathlib.Path) -> "GGUFReader":
@@ -75,29 +76,53 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
     """The model's configuration with the keys of a transformers-5 config.json.
 
     Raises UserError for another architecture, absent metadata, scaled or partial rotary positions, or a
-    tensor that a plain Llama does not have (a bias, an expert).
+    tensor that a plain model of the architecture does not have (a bias, an expert).
     """
-    return _config(_open_llama(path), path)
+    reader, architecture = _open_plain(path)
+    return _config(reader, architecture, path)
 
 
-def tensors(path: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every weight as (Hugging Face name, float32 array), one at a time in the order of the file.
+def tensors(path: pathlib.Path) -> Iterator[tuple[str, Stored]]:
+    """(Hugging Face name, float32 tensor) of every weight, in the order of the file.
 
-    Matrices are [out, in] as in torch, every array C-contiguous and the caller's own. The file is checked at
-    the call, with the errors of `read_config`; UserError also for a quantisation that gguf cannot undo.
+    Matrices are [out, in] as in torch. Whatever part of a tensor is read, the whole is dequantised, but once for
+    all parts that are read one after another. Raises UserError at the call with the errors of `read_config`, and
+    for heads of another width or a quantisation that gguf cannot undo.
     """
-    reader = _open_llama(path)
-    config = _config(reader, path)
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    return _dequantised(reader, path, heads=heads, head_dim=config["head_dim"])
+    reader, architecture = _open_plain(path)
+    config, names = _config(reader, architecture, path), _names(reader, architecture, path)
+    heads = {}
+    if architecture == "llama":
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    _check_quantisations(reader, path)
+    held: dict[str, np.ndarray] = {}
+
+    def read(tensor: "ReaderTensor", count: int | None, index: Index) -> np.ndarray:
+        if tensor.name not in held:
+            held.clear()
+            held[tensor.name] = _dequantised(tensor, heads=count)
+        return held[tensor.name][index]
+
+    found = []
+    for tensor in reader.tensors:
+        name, shape = names[tensor.name], tuple(int(size) for size in reversed(tensor.shape))
+        count = heads.get(name.split(".")[-2])
+        if count and shape[0] != count * config["head_dim"]:
+            raise UserError(
+                f"{path}: {tensor.name} has {shape[0]} rows, not {count} heads of {config['head_dim']}; "
+                "heads that are rotated in part are not supported"
+            )
+        found.append((name, Stored(shape, "F32", functools.partial(read, tensor, count))))
+    return iter(found)
 
 
-def _open_llama(path: pathlib.Path) -> "GGUFReader":
+def _open_plain(path: pathlib.Path) -> tuple["GGUFReader", str]:
+    """The file and its architecture, which is one of those in NAMES and has no parts but theirs."""
     reader = open_reader(path)
     architecture = metadata(reader, "general.architecture", path=path)
-    if architecture not in ARCHITECTURES:
+    if architecture not in NAMES:
         raise UserError(
-            f"{path} has the architecture {architecture!r}, not one of {sorted(ARCHITECTURES)}. "
+            f"{path} has the architecture {architecture!r}, not one of {sorted(NAMES)}. "
             "Use the model's Hugging Face folder instead."
         )
     scaling = [key for key in reader.fields if key.startswith(f"{architecture}.rope.scal")]
@@ -107,87 +132,106 @@ def _open_llama(path: pathlib.Path) -> "GGUFReader":
             f"{path} scales its rotary positions ({scaling[0]}), which is not supported in GGUF. "
             "Use the model's Hugging Face folder instead."
         )
-    names = _names(reader, path)
+    names = _names(reader, architecture, path)
     if unmapped := [tensor.name for tensor in reader.tensors if tensor.name not in names]:
         raise UserError(
-            f"{path}: tensor {unmapped[0]!r} has no place in a plain Llama. "
+            f"{path}: tensor {unmapped[0]!r} has no place in a plain {architecture}. "
             "Use the model's Hugging Face folder instead."
         )
-    return reader
+    return reader, architecture
 
 
-def _config(reader: "GGUFReader", path: pathlib.Path) -> dict[str, Any]:
+def _config(reader: "GGUFReader", architecture: str, path: pathlib.Path) -> dict[str, Any]:
     def value(key: str) -> Any:
         return metadata(reader, key, path=path)
 
     def value_or_null(key: str) -> Any:
         return value(key) if key in reader.fields else None
 
-    head_dim = value("llama.rope.dimension_count")
-    for key in ("llama.attention.key_length", "llama.attention.value_length"):
-        if key in reader.fields and value(key) != head_dim:
-            raise UserError(
-                f"{path}: {key} is {value(key)} but llama.rope.dimension_count is {head_dim}; "
-                "heads that are rotated in part are not supported"
-            )
-    return {
-        "model_type": "llama",
-        "hidden_act": "silu",  # the only activation of GGUF's llama architecture
-        "vocab_size": value("llama.vocab_size"),
-        "hidden_size": value("llama.embedding_length"),
-        "intermediate_size": value("llama.feed_forward_length"),
-        "num_hidden_layers": value("llama.block_count"),
-        "num_attention_heads": value("llama.attention.head_count"),
-        "num_key_value_heads": value("llama.attention.head_count_kv"),
-        "head_dim": head_dim,
-        "rms_norm_eps": value("llama.attention.layer_norm_rms_epsilon"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": value("llama.rope.freq_base")},
-        "max_position_embeddings": value("llama.context_length"),
+    def of_model(key: str) -> Any:
+        return value(f"{architecture}.{key}")
+
+    width, heads, layers = (of_model(key) for key in ("embedding_length", "attention.head_count", "block_count"))
+    common = {
+        "model_type": architecture,
+        "hidden_act": "silu",  # the only activation of either architecture
+        "hidden_size": width,
+        "intermediate_size": of_model("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": of_model("attention.head_count_kv"),
+        "rms_norm_eps": of_model("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": of_model("rope.freq_base")},
+        "max_position_embeddings": of_model("context_length"),
         "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-        # Not metadata: a bias would be a tensor without a name in NAMES.
-        "attention_bias": False,
-        "mlp_bias": False,
         "eos_token_id": value("tokenizer.ggml.eos_token_id"),
         "bos_token_id": value_or_null("tokenizer.ggml.bos_token_id"),
         "pad_token_id": value_or_null("tokenizer.ggml.padding_token_id"),
     }
+    if architecture == "llama":
+        head_dim = of_model("rope.dimension_count")
+        own = {
+            "vocab_size": of_model("vocab_size"),
+            "head_dim": head_dim,
+            # Not metadata: a bias would be a tensor without a name in NAMES.
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+    else:
+        head_dim = width // heads
+        own = {
+            "vocab_size": _rows_of_embedding(reader, path),  # metadata has it for few files
+            "use_sliding_window": False,
+            "layer_types": ["full_attention"] * layers,
+        }
+    for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
+        if value_or_null(f"{architecture}.{key}") not in (None, head_dim):
+            raise UserError(
+                f"{path}: {architecture}.{key} is {of_model(key)}, but its heads are {head_dim} wide; "
+                "heads that are rotated in part are not supported"
+            )
+    return common | own
 
 
-def _dequantised(
-    reader: "GGUFReader", path: pathlib.Path, *, heads: dict[str, int], head_dim: int
-) -> Iterator[tuple[str, np.ndarray]]:
-    from gguf.quants import dequantize
-
-    names = _names(reader, path)
+def _rows_of_embedding(reader: "GGUFReader", path: pathlib.Path) -> int:
     for tensor in reader.tensors:
-        name = names[tensor.name]
+        if tensor.name == "token_embd.weight":
+            return int(tensor.shape[-1])
+    raise UserError(f"{path} has no tensor 'token_embd.weight'; convert the model again")
+
+
+def _check_quantisations(reader: "GGUFReader", path: pathlib.Path) -> None:
+    for kind, tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.items():
         try:
-            weight = dequantize(tensor.data, tensor.tensor_type)
+            _dequantised(tensor, heads=None, rows=1)
         except NotImplementedError as error:
             raise UserError(
-                f"{path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which gguf cannot undo; "
+                f"{path}: {tensor.name} is quantised as {kind.name}, which gguf cannot undo; "
                 "use a file in another quantisation"
             ) from error
-        for projection, count in heads.items():
-            if f".{projection}." in name:
-                if weight.shape[0] != count * head_dim:
-                    raise UserError(
-                        f"{path}: {tensor.name} has {weight.shape[0]} rows, not {count} heads of {head_dim}; "
-                        "heads that are rotated in part are not supported"
-                    )
-                weight = _halves(weight, count, head_dim)
-        # Own memory: a float32 tensor would otherwise be a read-only window on the file.
-        yield name, np.require(weight, np.float32, ["C", "W", "E"])
 
 
-def _halves(weight: np.ndarray, heads: int, head_dim: int) -> np.ndarray:
+def _dequantised(tensor: "ReaderTensor", *, heads: int | None, rows: int | None = None) -> np.ndarray:
+    """The tensor or its first rows; heads: how many have their rotary pairs interleaved, None for none."""
+    from gguf.quants import dequantize
+
+    weight = dequantize(tensor.data[:rows], tensor.tensor_type)
+    if heads is not None:
+        weight = _halves(weight, heads)
+    # Own memory: a float32 tensor would otherwise be a read-only window on the file.
+    return np.require(weight, np.float32, ["C", "W", "E"])
+
+
+def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
     """[heads * head_dim, in] with each head's rotary pairs interleaved -> the same rows, in halves."""
-    pairs = weight.reshape(heads, head_dim // 2, 2, weight.shape[-1])
+    pairs = weight.reshape(heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
-def _names(reader: "GGUFReader", path: pathlib.Path) -> dict[str, str]:
-    layers = range(metadata(reader, "llama.block_count", path=path))
+def _names(reader: "GGUFReader", architecture: str, path: pathlib.Path) -> dict[str, str]:
+    layers = range(metadata(reader, f"{architecture}.block_count", path=path))
     return {
-        stored.format(layer): published.format(layer) for layer in layers for stored, published in NAMES.items()
+        stored.format(layer): published.format(layer)
+        for layer in layers
+        for stored, published in NAMES[architecture].items()
     }

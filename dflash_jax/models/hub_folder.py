@@ -1,14 +1,19 @@
 """A model folder as published on the hub: config.json and safetensors, one file or many with an index."""
 
+import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import safetensors
 
 from dflash_jax.errors import UserError
+from dflash_jax.models.stored import Index, Stored
+
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
 
 
 def read_config(directory: pathlib.Path) -> dict[str, Any]:
@@ -22,27 +27,65 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
         raise UserError(f"{file}: not valid JSON ({error})") from None
 
 
-def tensors(directory: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array) one at a time, each in the dtype it is stored in (bfloat16 as ml_dtypes.bfloat16).
-
-    Raises UserError if there is no weight file, or the index names a file that is not there.
-    """
-    for file in _weight_files(directory):
-        try:
-            with safetensors.safe_open(file, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, opened.get_tensor(name)
-        except safetensors.SafetensorError as error:
-            raise UserError(f"{file}: damaged or not a safetensors file ({error})") from None
-
-
-def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    files = [directory / name for name in names]
+def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The files that hold the folder's weights. Raises UserError where one of them or their index is missing."""
+    places = _read_index(directory)
+    if places is None and not (directory / SINGLE).exists():
+        if shards := sorted(directory.glob("model-*-of-*.safetensors")):
+            raise UserError(f"{directory}: {INDEX} is missing, which lists {shards[0].name} and the others")
+        if pickled := sorted(directory.glob("*.bin")):
+            raise UserError(
+                f"{directory}: weights are read from safetensors files, and there is only {pickled[0].name}; "
+                "save the model again with transformers, which writes safetensors"
+            )
+    files = [directory / name for name in sorted({SINGLE} if places is None else set(places.values()))]
     if missing := [file.name for file in files if not file.exists()]:
         raise UserError(f"{directory}: weight file {missing[0]} is missing ({len(missing)} in all)")
     return files
+
+
+def tensors(directory: pathlib.Path) -> Iterator[tuple[str, Stored]]:
+    """(name, tensor) of every tensor, file after file; only headers are read until a tensor is.
+
+    Bfloat16 comes as ml_dtypes.bfloat16. Raises UserError at the call with the errors of `weight_files`, or if a
+    file is damaged or lacks a tensor that the index says it holds.
+    """
+
+    # A file is mapped into memory, and what was read of it stays there until it is closed: one file at a time.
+    @functools.lru_cache(maxsize=1)
+    def opened(file: pathlib.Path) -> Any:
+        try:
+            return safetensors.safe_open(file, framework="numpy")
+        except safetensors.SafetensorError as error:
+            raise UserError(f"{file}: damaged or not a safetensors file ({error}); fetch it again") from None
+
+    found: list[tuple[str, Stored]] = []
+    lacking = set((_read_index(directory) or {}).items())
+    for file in weight_files(directory):
+        for name in opened(file).offset_keys():
+            header = opened(file).get_slice(name)
+            read = functools.partial(_read, opened, file, name)
+            found.append((name, Stored(tuple(header.get_shape()), header.get_dtype(), read)))
+            lacking.discard((name, file.name))
+    if lacking:
+        name, file_name = min(lacking)
+        raise UserError(
+            f"{directory / INDEX}: {name} is not in {file_name} ({len(lacking)} such tensors in all); "
+            "index and files are of different models, fetch the folder again"
+        )
+    return iter(found)
+
+
+def _read(opened: Callable[[pathlib.Path], Any], file: pathlib.Path, name: str, index: Index) -> np.ndarray:
+    return np.asarray(opened(file).get_slice(name)[index])
+
+
+def _read_index(directory: pathlib.Path) -> dict[str, str] | None:
+    """The file that holds each tensor, by the folder's index; None where there is no index."""
+    file = directory / INDEX
+    if not file.exists():
+        return None
+    try:
+        return dict(json.loads(file.read_text())["weight_map"])
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: not the index of a model ({error!r}); fetch it again") from None

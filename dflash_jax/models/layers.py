@@ -1,9 +1,9 @@
-"""Parts that every model is made of: named weights, projections, norms, the SwiGLU MLP and RoPE.
+"""Parts that every model is made of: named weights, projections, norms and the SwiGLU MLP.
 
 Weights keep the checkpoint's layout [out, in] and the checkpoint's names, so that a parameter's path in the
 module tree *is* its name in the file and nothing is ever transposed on the way in or out.
 Parameters keep the dtype they were made with; they are cast to the activation's dtype where they are used.
-Norms and rotations are computed in float32 and cast back.
+Norms are computed in float32 and cast back.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-from dflash_jax.models.yarn import Yarn
 
 Init = Callable[..., jax.Array]  # (key, shape, dtype) -> array
 
@@ -37,16 +35,18 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * w over the last axis."""
+    """x / rms(x) * w over the last axis, or * (1 + w) with a unit offset."""
 
-    def __init__(self, rngs: nnx.Rngs, axis: str, size: int, *, eps: float):
-        self.eps = eps
-        self.weight = weight(rngs, axis, size, init=nnx.initializers.ones)
+    def __init__(self, rngs: nnx.Rngs, axis: str, size: int, *, eps: float, unit_offset: bool = False):
+        self.eps, self.unit_offset = eps, unit_offset
+        init = nnx.initializers.zeros if unit_offset else nnx.initializers.ones
+        self.weight = weight(rngs, axis, size, init=init)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.weight.astype(jnp.float32)).astype(x.dtype)
+        scale = self.weight.astype(jnp.float32)
+        return (y * (1 + scale if self.unit_offset else scale)).astype(x.dtype)
 
 
 class Embedding(nnx.Module):
@@ -69,28 +69,3 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def rope_table(
-    positions: jax.Array, head_width: int, *, theta: float, yarn: Yarn | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """(sin, cos) of positions [...] for all channel pairs: two float32 arrays of [..., H / 2]."""
-    half = head_width // 2
-    # TRAP: these tables must never be rounded to bf16; at theta 1e6 position 3000 would be 3.5 rad off.
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if yarn is not None:
-        ramp = yarn.ramp(head_width, theta=theta)
-        frequency = frequency * (1 - ramp + ramp / yarn.factor)
-    angle = positions.astype(jnp.float32)[..., None] * frequency
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    if yarn is not None:
-        sin, cos = sin * yarn.attention_factor, cos * yarn.attention_factor
-    # Without the barrier XLA computes the sines again in every layer, head and gradient that uses them.
-    return jax.lax.optimization_barrier((sin, cos))
-
-
-def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Apply rotary positions (rotate-half form) to x [..., N, H] with tables of [..., H / 2]."""
-    sin, cos = (t[..., None, :] for t in table)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -5,18 +5,18 @@ from typing import Protocol
 import jax
 from flax import nnx
 
-from dflash_jax.models.cache import KVCache
+from dflash_jax.models.target_cache import CacheStep, TargetCache
 
 
 class TargetConfig(Protocol):
-    """The sizes that a drafter and a cache are cut to."""
+    """The sizes that a drafter is cut to; mlp_width is None where no layer has a dense MLP."""
 
     @property
     def vocab(self) -> int: ...
     @property
     def width(self) -> int: ...
     @property
-    def mlp_width(self) -> int: ...
+    def mlp_width(self) -> int | None: ...
     @property
     def layers(self) -> int: ...
     @property
@@ -44,7 +44,7 @@ class TargetConfig(Protocol):
 
 
 class Target(Protocol):
-    """A frozen language model; Llama is the pattern to follow."""
+    """A frozen language model."""
 
     @property
     def config(self) -> TargetConfig: ...
@@ -65,10 +65,22 @@ class Target(Protocol):
         """Features [B, S, T * E] and the last hidden state after the final norm [B, S, E]."""
         ...
 
+    def empty_cache(self, rows: int, *, capacity: int) -> TargetCache:
+        """What is remembered of rows before their first token, with room for `capacity` positions."""
+        ...
+
     def step(
-        self, tokens: jax.Array, cache: KVCache, *, taps: tuple[int, ...] = ()
-    ) -> tuple[jax.Array, jax.Array, KVCache]:
-        """Extend each row by the tokens [B, S]; (features, last hidden, cache with unchanged lengths)."""
+        self,
+        tokens: jax.Array,
+        cache: TargetCache,
+        *,
+        taps: tuple[int, ...] = (),
+        parents: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, CacheStep]:
+        """Run the tokens [B, S] after a cache; (features, last hidden, the step to keep tokens of).
+
+        parents: [B, S] parent of each token in a tree of them, -1 for the cache; None: a chain.
+        """
         ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:

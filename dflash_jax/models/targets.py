@@ -1,6 +1,7 @@
 """Which target families exist, and how one is read from a folder or a GGUF file onto its devices."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -9,17 +10,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from dflash_jax.errors import UserError
-from dflash_jax.models import gguf, hub_folder
-from dflash_jax.models.llama import Llama, LlamaConfig
-from dflash_jax.models.target import TargetConfig
-from dflash_jax.models.weights import fill
+from dflash_jax.models import gguf, hub_folder, published_names
+from dflash_jax.models.decoder import Decoder, DecoderConfig
+from dflash_jax.models.families import llama, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from dflash_jax.models.published_config import Fields, text_fields
+from dflash_jax.models.stored import Stored
+from dflash_jax.models.weights import Place, fill
 
-# model_type in config.json -> (configuration, module). A new family is one file and one line here.
-FAMILIES: dict[str, tuple[Any, Callable[[Any, nnx.Rngs], Any]]] = {"llama": (LlamaConfig, Llama)}
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """read: from a configuration to sizes and kinds; module: what they build."""
+
+    read: Callable[[Fields], DecoderConfig]
+    module: type[Decoder] = Decoder
+
+
+# By model_type in config.json. A multimodal wrapper and its text model alone are one family.
+FAMILIES = {
+    "llama": Family(llama.read),
+    "qwen2": Family(qwen2.read),
+    "qwen3": Family(qwen3.read),
+    "qwen3_moe": Family(qwen3_moe.read),
+    "qwen3_5": Family(qwen3_5.read),
+    "qwen3_5_text": Family(qwen3_5.read),
+    "qwen3_5_moe": Family(qwen3_5_moe.read),
+    "qwen3_5_moe_text": Family(qwen3_5_moe.read),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +48,7 @@ class TargetFiles:
 
     path: pathlib.Path
     fields: dict[str, Any]
-    tensors: Callable[[], Iterator[tuple[str, np.ndarray]]]
+    tensors: Callable[[], Iterator[tuple[str, Stored]]]
 
     @classmethod
     def open(cls, path: pathlib.Path) -> "TargetFiles":
@@ -51,12 +71,34 @@ class TargetFiles:
         return cls(path, fields, lambda: reader.tensors(path))
 
     @property
-    def config(self) -> TargetConfig:
-        """The family's configuration. Raises UserError naming a field that the file lacks."""
+    def config(self) -> DecoderConfig:
+        """The model's sizes and kinds. Raises UserError naming a field that is missing or not supported."""
         try:
-            return FAMILIES[self.fields["model_type"]][0].from_checkpoint(self.fields)
+            return self.family.read(text_fields(self.fields))
         except KeyError as error:
             raise UserError(f"{self.path}: the model's configuration lacks {error}") from None
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from None
+
+    @property
+    def end_tokens(self) -> set[int]:
+        """Tokens that end an answer: of the configuration, and of generation_config.json where there is one."""
+        places = [self.fields, text_fields(self.fields)]
+        generation = self.path / "generation_config.json"
+        if generation.is_file():
+            places.append(json.loads(generation.read_text()))
+        named = [place.get("eos_token_id") for place in places]
+        return {token for item in named for token in (item if isinstance(item, list) else [item])} - {None}
+
+    @property
+    def family(self) -> Family:
+        """The family that the model belongs to."""
+        return FAMILIES[self.fields["model_type"]]
+
+    @property
+    def name(self) -> str:
+        """The model's name, from its file or folder."""
+        return self.path.stem if self.path.is_file() else self.path.name
 
     @property
     def digest(self) -> str:
@@ -65,8 +107,7 @@ class TargetFiles:
         Tells one model from another without reading hundreds of gigabytes.
         """
         digest = hashlib.sha256(json.dumps(self.fields, sort_keys=True).encode())
-        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
-        for file in files:
+        for file in [self.path] if self.path.is_file() else hub_folder.weight_files(self.path):
             size = file.stat().st_size
             digest.update(f"{file.name} {size}".encode())
             with file.open("rb") as opened:
@@ -76,13 +117,42 @@ class TargetFiles:
         return digest.hexdigest()
 
     def abstract(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Any], nnx.State]:
-        """The module's structure and the shapes of its parameters in `dtype`, without any memory."""
-        config, family = self.config, FAMILIES[self.fields["model_type"]][1]
-        graph, state = nnx.split(nnx.eval_shape(lambda: family(config, nnx.Rngs(0))))
-        return graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), state)
+        """The module's structure and the shapes of its parameters, without any memory.
 
-    def load(self, abstract: nnx.State, shardings: nnx.State) -> nnx.State:
-        """Stream every tensor from disk to its shards; strict in both directions."""
-        # A tied checkpoint may repeat the embedding under the head's name.
-        repeated = ("lm_head.weight",) if self.config.tied else ()
-        return fill(abstract, self.tensors(), shardings=shardings, source=str(self.path), repeated=repeated)
+        They are in `dtype`, except those that the module marks with keep_dtype.
+        """
+        config, module = self.config, self.family.module
+        graph, state = nnx.split(nnx.eval_shape(lambda: module(config, nnx.Rngs(0))))
+
+        def one(variable: nnx.Variable) -> nnx.Variable:
+            kept = variable.get_metadata().get("keep_dtype")
+            return variable.replace(jax.ShapeDtypeStruct(variable.shape, variable.dtype if kept else dtype))
+
+        return graph, jax.tree.map(one, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+    @property
+    def place(self) -> Callable[[str], Place | None]:
+        """From the name of a stored tensor to where it belongs, None for one that is not read."""
+        return functools.partial(published_names.place, config=self.config)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The stored size of all tensors that `load` reads."""
+        place = self.place
+        return sum(stored.size_bytes for name, stored in self.tensors() if place(name) is not None)
+
+    def load(
+        self, abstract: nnx.State, shardings: nnx.State, *, on_bytes: Callable[[int], object] | None = None
+    ) -> nnx.State:
+        """Stream every tensor from disk to its shards; strict in both directions.
+
+        on_bytes: told, parameter by parameter, how many of `weight_bytes` are on the devices now.
+        """
+        return fill(
+            abstract,
+            self.tensors(),
+            shardings=shardings,
+            source=str(self.path),
+            place=self.place,
+            on_bytes=on_bytes,
+        )

@@ -2,7 +2,8 @@
 
     step 120/2000  epoch 0.52/6  loss 3.21  accept 1.42  12.3 ktok/s  eta 5:31
 
-Both are made from completed lines of train_log.jsonl and go to standard error.
+Both are made from completed lines of train_log.jsonl and go to standard error, as does the bar over a target's
+weights while they are loaded.
 """
 
 import math
@@ -89,6 +90,39 @@ class Progress:
         assert line is not None
         print(f"step {line['step']}/{self._total}  {describe(line)}", file=sys.stderr, flush=True)
         self._next_s = time.monotonic() + self._interval_s
+
+
+class Loading:
+    """Shows how many of a target's bytes are on its devices; give `add` to `TargetFiles.load`."""
+
+    def __init__(self, name: str, total_bytes: int):
+        self._name, self._total_bytes = name, total_bytes
+        self._start_s = time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = tqdm.tqdm(
+                desc=f"loading {name}",
+                total=total_bytes,
+                unit_scale=True,
+                bar_format="{desc}  {n_fmt}B/{total_fmt}B {bar} {percentage:.0f}%",
+                dynamic_ncols=True,
+                file=sys.stderr,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        elif kind is None:
+            seconds = time.monotonic() - self._start_s
+            print(f"loaded {self._name}: {self._total_bytes / 1e9:.2f} GB in {seconds:.1f} s", file=sys.stderr)
+
+    def add(self, loaded_bytes: int) -> None:
+        """Take in that more bytes were loaded."""
+        if self._bar is not None:
+            self._bar.update(loaded_bytes)
 
 
 def _rate(tokens_s: float) -> str:

@@ -1,0 +1,19 @@
+"""Qwen3 (dense): norms of q and k, a head width of its own, sliding windows where switched on."""
+
+from dflash_jax.models.decoder import DecoderConfig
+from dflash_jax.models.published_config import Fields, read_attention, read_decoder, read_windows
+from dflash_jax.models.published_rope import read_rope
+
+
+def read(fields: Fields) -> DecoderConfig:
+    """From a config.json. Raises KeyError on a missing key, UserError on what is not supported."""
+    bias = fields["attention_bias"]
+    attention = read_attention(fields, input_bias=bias, output_bias=bias, head_norms=True)
+    layer_types, window = read_windows(fields)
+    return read_decoder(
+        fields,
+        attention=attention,
+        rope=read_rope(fields, attention.head_width),
+        layer_types=layer_types,
+        window=window,
+    )

@@ -1,0 +1,23 @@
+"""Which parameter a published tensor is: wrappers are unwrapped, experts stored one by one are parts of a whole.
+
+model.language_model.X -> model.X           the text model of a multimodal wrapper
+model.visual.X, mtp.X -> nothing            a wrapper's other parts, left out by name
+lm_head.weight -> nothing                   where the head is tied, a file may repeat the embedding under its name
+PREFIX.experts.3.up_proj.weight -> part 3 of PREFIX.experts.gate_up_proj
+"""
+
+from dflash_jax.models.decoder import DecoderConfig
+from dflash_jax.models.experts import expert_place
+from dflash_jax.models.weights import Place
+
+WRAPPED, UNWRAPPED = "model.language_model.", "model."
+OTHER_PARTS = ("model.visual.", "mtp.")
+
+
+def place(name: str, config: DecoderConfig) -> Place | None:
+    """The place of a stored tensor among the parameters of a decoder, None where it is left out."""
+    if name.startswith(OTHER_PARTS) or (config.tied and name == "lm_head.weight"):
+        return None
+    name = name.replace(WRAPPED, UNWRAPPED, 1) if name.startswith(WRAPPED) else name
+    part = None if config.experts is None else expert_place(name, config.experts.mlp_width)
+    return Place(name) if part is None else Place(*part)
