@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pathlib
 import shutil
 
 import jax
@@ -148,6 +149,9 @@ def test_bfloat16_weights_are_widened_exactly(plain_llama, folder):
 def test_a_path_that_holds_no_model_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"neither a model folder nor a \.gguf file"):
         TargetFiles.open(tmp_path / "nowhere")
+    command = "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B, then target.path=models/Qwen3-8B"
+    with pytest.raises(UserError, match=command):
+        TargetFiles.open(pathlib.Path("Qwen/Qwen3-8B"))
     with pytest.raises(UserError, match=r"no config\.json"):
         TargetFiles.open(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "lla')

@@ -1,18 +1,28 @@
-"""The tokenizer of a GGUF file and of a folder, against hand-derived pieces and transformers' own reading."""
+"""The tokenizer of a GGUF file and of a folder, against hand-derived pieces and transformers' own reading, its
+Qwen2Tokenizer, and Llama 3's published layout."""
 
+import dataclasses
 import importlib.util
+import json
 import pathlib
 import subprocess
 import sys
+import unicodedata
 from typing import Any
 
 import pytest
 from gguf import GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
+from dflash_jax.data.chat import encode_prompt
 from dflash_jax.data.tokenizer import load_tokenizer
 from dflash_jax.errors import UserError
 
@@ -172,6 +182,168 @@ def test_tiny_file(tmp_path: pathlib.Path):
     assert tokenizer.pad_token is None
 
 
+# Every kind of place where the rules of Qwen2 and of Llama 3 cut a text, or do not.
+SENTENCES = [
+    "In 2024 we've paid 1234567 for 89 of them; I'LL say it's 3.14159, don't you?",
+    "xx12yy 345zz ٣٤٥ ½² a1b22c333d4444",
+    "日本語 한국어 混ぜる 你好,世界。 2024年12月31日 第123456回",
+    unicodedata.normalize("NFD", "naïve café Ünïcode, Việt Nam, が 한국"),
+    "one\n\n\ntwo\r\n\r\nthree \n  \n four\nfive\rsix\n #\n/seven\n",
+    "  two  spaces   three    four     \t tabs\t\t end   ",
+    "'Twas 'some 'REal 'very 'mine 'lLama 'do 'VE 's's  's \"'m\" (it) [PAD] $a$ --- ...!!!\n\n\n",
+    "🎉👩‍👩‍👧 ok_snake_case\u00a0and\u3000wide unmergeable zzz zzzz 987 98765",
+]
+CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# Composed, ">" and U+0338 are one letter; a special token is found before that.
+TEXTS = [*SENTENCES, *TRICKY, "e<|im_end|>\u0338 12<|im_start|>  <|endoftext|>\n"]
+# Mostly what the rules tell apart, next to any other character.
+SOME = "aB'stdmrlLvVeE12½٣ \t\n\r\u3000.,-日が\u0301\u3099ñ한🎉"
+ANY_TEXT = st.text(st.sampled_from(SOME) | st.characters(exclude_categories=["Cs"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """ids: of the alphabet, of what the merges make, of three words that no merge leads to, and of CONTROLS."""
+
+    ids: dict[str, int]
+    merges: list[tuple[str, str]]
+
+    def tokenizer(self, path: pathlib.Path, **changes: Any) -> PreTrainedTokenizerFast:
+        fields = {
+            "ggml.tokens": list(self.ids),
+            "ggml.token_type": [3 if piece in CONTROLS else 1 for piece in self.ids],
+            "ggml.merges": [" ".join(merge) for merge in self.merges],
+            "ggml.bos_token_id": self.ids["<|endoftext|>"],
+            "ggml.eos_token_id": self.ids["<|im_end|>"],
+        }
+        return load_tokenizer(_write(path, **fields | changes))
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    """Learned from texts that were not cut by any rule, so that merges lead across every border of a rule."""
+    trained = Tokenizer(BPE())
+    trained.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = BpeTrainer(vocab_size=2000, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    texts = SENTENCES[:-1] + [unicodedata.normalize("NFC", text) for text in SENTENCES[:-1]]
+    windows = [text[first : first + 4] for text in texts for first in range(len(text))]
+    trained.train_from_iterator([*windows, *["123", "456"] * 20], trainer)
+    model = json.loads(trained.to_str())["model"]
+    pieces = [*sorted(model["vocab"], key=model["vocab"].__getitem__), "Ġunmergeable", "zzz", "987", *CONTROLS]
+    ids = {piece: token for token, piece in enumerate(pieces)}
+    assert len(ids) == len(pieces)
+    return Vocabulary(ids, [tuple(merge) for merge in model["merges"]])
+
+
+@pytest.fixture(scope="module")
+def qwen2(vocabulary: Vocabulary, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    return vocabulary.tokenizer(tmp_path_factory.mktemp("qwen2") / "tiny.gguf", **{"ggml.pre": "qwen2"})
+
+
+@pytest.fixture(scope="module")
+def llama3(vocabulary: Vocabulary, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """From a file without add_bos_token, as many files of Llama 3 are."""
+    template = (
+        "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+        "{{ message['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    path = tmp_path_factory.mktemp("llama3") / "tiny.gguf"
+    return vocabulary.tokenizer(path, **{"ggml.pre": "llama-bpe", "chat_template": template})
+
+
+@pytest.fixture(scope="module")
+def published_qwen2(vocabulary: Vocabulary) -> Qwen2Tokenizer:
+    """The class in transformers that the published models name."""
+    merges: Any = vocabulary.merges
+    return Qwen2Tokenizer(vocabulary.ids, merges, extra_special_tokens=CONTROLS)
+
+
+@pytest.fixture(scope="module")
+def published_llama3(vocabulary: Vocabulary) -> Tokenizer:
+    """Put together as Llama 3's published tokenizer.json is."""
+    regex = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    bytes_only = ByteLevel(add_prefix_space=False, use_regex=False)
+    bos = "<|endoftext|>"
+    bos_first = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, vocabulary.ids[bos])])
+    published = Tokenizer(BPE(vocabulary.ids, vocabulary.merges, ignore_merges=True))
+    published.add_special_tokens(CONTROLS)
+    published.pre_tokenizer = Sequence([Split(Regex(regex), "isolated"), bytes_only])
+    published.post_processor = bos_first
+    published.decoder = ByteLevelDecoder()
+    return published
+
+
+def _pieces(tokenizer: Tokenizer, text: str) -> list[tuple[str, tuple[int, int]]]:
+    assert tokenizer.pre_tokenizer is not None
+    return tokenizer.pre_tokenizer.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_qwen2(qwen2: PreTrainedTokenizerFast, published_qwen2: Qwen2Tokenizer, text: str):
+    assert _pieces(qwen2.backend_tokenizer, text) == _pieces(published_qwen2.backend_tokenizer, text)
+    assert _ids(qwen2, text) == _ids(published_qwen2, text)
+    assert qwen2.decode(_ids(qwen2, text)) == published_qwen2.decode(_ids(published_qwen2, text))
+
+
+@settings(deadline=None)
+@given(text=ANY_TEXT)
+def test_qwen2_on_any_text(qwen2: PreTrainedTokenizerFast, published_qwen2: Qwen2Tokenizer, text: str):
+    assert _pieces(qwen2.backend_tokenizer, text) == _pieces(published_qwen2.backend_tokenizer, text)
+    assert _ids(qwen2, text) == _ids(published_qwen2, text)
+    assert qwen2.decode(_ids(qwen2, text)) == unicodedata.normalize("NFC", text)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_llama3(llama3: PreTrainedTokenizerFast, published_llama3: Tokenizer, text: str):
+    assert _pieces(llama3.backend_tokenizer, text) == _pieces(published_llama3, text)
+    theirs = published_llama3.encode(text)
+    ours = llama3(text, return_offsets_mapping=True)
+    assert (ours["input_ids"], ours["offset_mapping"]) == (theirs.ids, theirs.offsets)
+    assert llama3.decode(theirs.ids, skip_special_tokens=True) == published_llama3.decode(theirs.ids)
+
+
+@settings(deadline=None)
+@given(text=ANY_TEXT)
+def test_llama3_on_any_text(llama3: PreTrainedTokenizerFast, published_llama3: Tokenizer, text: str):
+    assert _pieces(llama3.backend_tokenizer, text) == _pieces(published_llama3, text)
+    assert _ids(llama3, text) == published_llama3.encode(text).ids
+    assert llama3.decode(_ids(llama3, text)[1:]) == text
+
+
+def test_qwen2_and_llama3_by_hand(qwen2: PreTrainedTokenizerFast, llama3: PreTrainedTokenizerFast):
+    """Digits one by one or up to three; accents composed or not; a word that no merge leads to, cut or whole."""
+    assert qwen2.tokenize("1234567") == ["1", "2", "3", "4", "5", "6", "7"]
+    assert llama3.tokenize("1234567") == ["123", "456", "7"]
+    assert qwen2.decode(_ids(qwen2, "cafe\u0301")) == "caf\u00e9"
+    assert llama3.decode(_ids(llama3, "cafe\u0301")[1:]) == "cafe\u0301"
+    assert "zzz" not in qwen2.tokenize("zzz")
+    assert llama3.tokenize("zzz987zzz") == ["zzz", "987", "zzz"]
+
+
+def test_a_chat_has_one_bos(llama3: PreTrainedTokenizerFast, published_llama3: Tokenizer, tmp_path: pathlib.Path):
+    llama3.save_pretrained(tmp_path)
+    bos = llama3.bos_token_id
+    rendered = "<|endoftext|><|im_start|>user\nAdd 1 and  2<|im_end|><|im_start|>assistant\n"
+    for tokenizer in (llama3, load_tokenizer(tmp_path)):
+        assert _ids(tokenizer, "") == [bos]
+        assert bos not in tokenizer.encode("a", add_special_tokens=False)
+        tokens = encode_prompt(tokenizer, [{"role": "user", "content": "Add 1 and  2"}]).tolist()
+        assert tokens.count(bos) == 1
+        assert tokens == published_llama3.encode(rendered, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(("pre", "alone"), [("llama-bpe", True), ("qwen2", False), ("smollm", False)])
+def test_the_file_decides_on_bos_and_the_rules_where_it_does_not(tmp_path: pathlib.Path, pre: str, alone: bool):
+    for said in (None, True, False):
+        path = _write(tmp_path / f"{said}.gguf", **{"ggml.pre": pre, "ggml.add_bos_token": said})
+        has_bos = alone if said is None else said
+        assert _ids(load_tokenizer(path), "ab") == ([257, 256] if has_bos else [256])
+
+
 def test_neither_torch_nor_network_is_needed(tmp_path: pathlib.Path):
     """From a file and from a folder, in a process where importing torch or connecting fails."""
     program = (
@@ -189,20 +361,19 @@ def test_neither_torch_nor_network_is_needed(tmp_path: pathlib.Path):
     assert (done.returncode, done.stdout) == (0, "[256]\n"), done.stderr
 
 
-def test_added_ends_follow_the_file(tmp_path: pathlib.Path):
-    path = _write(tmp_path / "tiny.gguf", **{"ggml.add_bos_token": True})
-    assert _ids(load_tokenizer(path), "ab") == [257, 256]
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"ggml.pre": "qwen2"}, r"pre-tokenizer 'qwen2'; supported in GGUF: \['smollm'\]"),
+        (
+            {"ggml.pre": "tekken"},
+            r"pre-tokenizer 'tekken'; supported in GGUF: \['llama-bpe', 'qwen2', 'smollm'\]",
+        ),
         ({"ggml.model": "llama"}, "kind 'llama'; only 'gpt2'"),
         ({"ggml.pre": None}, r"no metadata 'tokenizer\.ggml\.pre'"),
         ({"ggml.merges": None}, r"no metadata 'tokenizer\.ggml\.merges'"),
         ({"ggml.token_type": None}, r"no metadata 'tokenizer\.ggml\.token_type'"),
         ({"ggml.eos_token_id": None}, r"no metadata 'tokenizer\.ggml\.eos_token_id'"),
+        ({"ggml.pre": "llama-bpe", "ggml.bos_token_id": None}, r"no metadata 'tokenizer\.ggml\.bos_token_id'"),
     ],
 )
 def test_unsupported_tokenizers_are_refused(tmp_path: pathlib.Path, changes: dict[str, Any], named: str):

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import tiny_models
+import tiny_targets
 
+VOCAB = 264
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -17,6 +19,21 @@ WORDS = ["alpha", "beta", "gamma", "delta", "one two", "three", "four five six",
 
 def save_chat_llama(path: pathlib.Path, *, seed: int = 5, **changes: Any) -> pathlib.Path:
     """A random Llama with six layers, a byte tokenizer with a chat template, and free rows past its tokens."""
+    end = save_tokenizer(path)
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 6, "max_position_embeddings": 256, "eos_token_id": end}
+    tiny_models.save_llama(path, seed=seed, **(sizes | changes))
+    return path
+
+
+def save_chat_target(path: pathlib.Path, family: str, **changes: Any) -> pathlib.Path:
+    """A random target of a family, with the same tokenizer."""
+    end = save_tokenizer(path)
+    tiny_targets.save_target(path, family, **({"vocab_size": VOCAB, "eos_token_id": end} | changes))
+    return path
+
+
+def save_tokenizer(path: pathlib.Path) -> int:
+    """Write a byte tokenizer with a chat template; the token that ends a turn."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -30,10 +47,8 @@ def save_chat_llama(path: pathlib.Path, *, seed: int = 5, **changes: Any) -> pat
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHAT,
     )
-    sizes = {"vocab_size": 264, "num_hidden_layers": 6, "max_position_embeddings": 256}
-    tiny_models.save_llama(path, seed=seed, **(sizes | {"eos_token_id": tokenizer.eos_token_id} | changes))
     tokenizer.save_pretrained(path)
-    return path
+    return tokenizer.eos_token_id
 
 
 def write_conversations(file: pathlib.Path, count: int, *, seed: int) -> pathlib.Path:

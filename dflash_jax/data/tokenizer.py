@@ -1,14 +1,15 @@
 """The target's tokenizer, from its Hugging Face folder or rebuilt from the metadata of its GGUF file.
 
-A GGUF file holds the vocabulary and the merges, but names its pre-tokenizer with one word: PRE_TOKENIZERS
-spells out what that word stands for.
+A GGUF file holds the vocabulary and the merges, but names what comes before the merges with one word:
+PRE_TOKENIZERS spells out what that word stands for.
 """
 
+import dataclasses
 import os
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from dflash_jax.errors import UserError
 from dflash_jax.models.gguf import metadata, open_reader
@@ -16,13 +17,49 @@ from dflash_jax.models.gguf import metadata, open_reader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# tokenizer.ggml.pre -> how text is cut before the merges apply.
-PRE_TOKENIZERS = {
-    "smollm": pre_tokenizers.Sequence(
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How a text becomes pieces, and how a piece becomes tokens.
+
+    normalizer: changes the text before it is cut. cut: text -> pieces; merges never cross their borders.
+    whole_pieces: a piece that the vocabulary has is one token, even if the merges would spell it otherwise.
+    add_bos: whether a text begins with bos in a file that does not say so itself.
+    """
+
+    cut: pre_tokenizers.PreTokenizer
+    normalizer: normalizers.Normalizer | None = None
+    whole_pieces: bool = False
+    add_bos: bool = False
+
+
+def _cut(numbers: str) -> pre_tokenizers.PreTokenizer:
+    """Contractions, words, numbers (a regex), punctuation, line ends and spaces apart, then bytes."""
+    regex = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + numbers
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
+            pre_tokenizers.Split(Regex(regex), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
+    )
+
+
+# By tokenizer.ggml.pre.
+PRE_TOKENIZERS = {
+    # Many files of Llama 3 leave out add_bos_token: the word alone asks for bos.
+    "llama-bpe": Rules(_cut(r"\p{N}{1,3}"), whole_pieces=True, add_bos=True),
+    "qwen2": Rules(_cut(r"\p{N}"), normalizer=normalizers.NFC()),
+    "smollm": Rules(
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
+            ]
+        )
     ),
 }
 
@@ -85,15 +122,19 @@ def _from_gguf(path: pathlib.Path) -> "PreTrainedTokenizerFast":
             f"{path} has the pre-tokenizer {pre!r}; supported in GGUF: {sorted(PRE_TOKENIZERS)}. "
             "Use the model's Hugging Face folder instead."
         )
+    rules = PRE_TOKENIZERS[pre]
     pieces = value("ggml.tokens")
     types = value("ggml.token_type")
     tokenizer = Tokenizer(
         models.BPE(
             vocab={piece: token for token, piece in enumerate(pieces)},
             merges=[tuple(merge.split(" ")) for merge in value("ggml.merges")],
+            ignore_merges=rules.whole_pieces,
         )
     )
-    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
+    if rules.normalizer is not None:
+        tokenizer.normalizer = rules.normalizer
+    tokenizer.pre_tokenizer = rules.cut
     tokenizer.decoder = decoders.ByteLevel()
     control = [piece for piece, type in zip(pieces, types, strict=True) if type == CONTROL]
     user_defined = [piece for piece, type in zip(pieces, types, strict=True) if type == USER_DEFINED]
@@ -104,15 +145,17 @@ def _from_gguf(path: pathlib.Path) -> "PreTrainedTokenizerFast":
         token = value_or_none(f"ggml.{key}_token_id")
         return None if token is None else pieces[token]
 
+    said = value_or_none("ggml.add_bos_token")
+    add_bos = rules.add_bos if said is None else bool(said)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=special("bos"),
+        bos_token=pieces[value("ggml.bos_token_id")] if add_bos else special("bos"),
         eos_token=pieces[value("ggml.eos_token_id")],
         unk_token=special("unknown"),
         pad_token=special("padding"),
         extra_special_tokens=control,
-        # These two decide the post-processor: byte-level BPE adds neither unless the file says so.
-        add_bos_token=bool(value_or_none("ggml.add_bos_token")),
+        # These two decide what is added around a plain text; a chat template writes its own.
+        add_bos_token=add_bos,
         add_eos_token=bool(value_or_none("ggml.add_eos_token")),
         chat_template=value_or_none("chat_template"),
         clean_up_tokenization_spaces=False,

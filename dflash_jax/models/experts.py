@@ -107,7 +107,7 @@ class SparseMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., E] from [..., E]; the axis before the last holds a row's tokens, all before it are rows.
 
-        A token's result does not depend on its company; only a row's length can change how it is rounded.
+        A token's result does not depend on its company; only the shape of x can change how it is rounded.
         """
         rows = jnp.atleast_2d(x)
         rows = rows.reshape(-1, *rows.shape[-2:])

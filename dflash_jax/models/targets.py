@@ -59,8 +59,9 @@ class TargetFiles:
             reader = gguf
         else:
             raise UserError(
-                f"target.path: {path} is neither a model folder nor a .gguf file; "
-                "download the model first (for example with `hf download NAME --local-dir DIR`)"
+                f"target.path: {path} is neither a model folder nor a .gguf file; nothing is downloaded here. "
+                f"If it is a name on the hub: hf download {path} --local-dir models/{path.name}, "
+                f"then target.path=models/{path.name}"
             )
         fields = reader.read_config(path)
         if fields["model_type"] not in FAMILIES:
