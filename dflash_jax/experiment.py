@@ -15,15 +15,15 @@ from dflash_jax.config import Recipe
 from dflash_jax.data.records import Records
 from dflash_jax.data.tokenizer import load_tokenizer
 from dflash_jax.errors import UserError
-from dflash_jax.models.copied_layers import copied_layers
 from dflash_jax.models.drafter import Drafter, DrafterConfig
-from dflash_jax.models.drafter_folder import DrafterFolder
 from dflash_jax.models.target import Target
-from dflash_jax.models.targets import TargetFiles
-from dflash_jax.models.weights import fill
 from dflash_jax.objective.head_sample import HeadSample
 from dflash_jax.objective.objective import Frozen
 from dflash_jax.objective.terms import needs_teacher
+from dflash_jax.published.copied_layers import copied_layers
+from dflash_jax.published.drafter_folder import DrafterFolder
+from dflash_jax.published.targets import TargetFiles
+from dflash_jax.published.weights import fill
 from dflash_jax.sharding import Rules, replicated, shardings
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from dflash_jax.config import DrafterSection
 from dflash_jax.errors import UserError
 from dflash_jax.models.drafter import DrafterConfig
-from dflash_jax.models.drafter_folder import DrafterFolder
 from dflash_jax.models.target import TargetConfig
+from dflash_jax.published.drafter_folder import DrafterFolder
 
 RANDOM, TARGET = "random", "target"
 # Families whose layers are built as a drafter's: plain norm weights, SwiGLU, nothing else.

@@ -24,8 +24,8 @@ from dflash_jax.data.conversations import Conversation, read_conversations
 from dflash_jax.data.tokenizer import load_tokenizer
 from dflash_jax.decode.generate import Sequences, generate
 from dflash_jax.errors import UserError
-from dflash_jax.models.targets import TargetFiles
 from dflash_jax.monitor.progress import Loading
+from dflash_jax.published.targets import TargetFiles
 
 PLAIN = {"add_special_tokens": False}
 

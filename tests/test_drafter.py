@@ -19,8 +19,8 @@ from dflash_jax.decode.chain import draft_block
 from dflash_jax.models.block_attention import Context, attend_block
 from dflash_jax.models.cache import KVRows
 from dflash_jax.models.drafter import FULL, SLIDING
-from dflash_jax.models.weights import names
 from dflash_jax.objective.objective import Frozen, block_states, embed_blocks
+from dflash_jax.published.weights import names
 
 FILES = {"full": "zlab_drafter.npz", "sliding": "zlab_drafter_swa.npz"}
 states_of = jax.jit(block_states)

@@ -19,10 +19,10 @@ from tiny_models import (
 
 from dflash_jax.errors import UserError
 from dflash_jax.models.drafter import FULL, SLIDING
-from dflash_jax.models.drafter_folder import DrafterFolder
-from dflash_jax.models.published_rope import read_rope
 from dflash_jax.models.rope import Rope
 from dflash_jax.models.yarn import Yarn
+from dflash_jax.published.drafter_folder import DrafterFolder
+from dflash_jax.published.rope_fields import read_rope
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 48}
 FILES = {"full": "zlab_drafter.npz", "sliding": "zlab_drafter_swa.npz"}

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from dflash_jax.errors import UserError
 from dflash_jax.models.experts import LANES, ExpertsConfig, SparseMLP, block_length, expert_place, route
-from dflash_jax.models.weights import names
+from dflash_jax.published.weights import names
 from dflash_jax.sharding import shardings
 
 WIDTH, MLP_WIDTH, SHARED_WIDTH, TOKENS = 20, 6, 14, 37

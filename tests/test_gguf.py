@@ -13,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from dflash_jax.errors import UserError
-from dflash_jax.models import gguf
+from dflash_jax.published import gguf
 
 FIELDS = {
     "llama.vocab_size": 6,

@@ -29,13 +29,14 @@ FLOORS = {
     "sharding": "",
     "mesh": "config sharding",
     "models": "",
+    "published": "models",
     "objective": "batch models",
-    "data": "batch models.gguf",
+    "data": "batch published.gguf",
     "decode": "models objective",
     "monitor": "",
     "resolve": "config models objective",
-    "initial": "config models",
-    "experiment": "config sharding models objective data resolve initial",
+    "initial": "config models published",
+    "experiment": "config sharding models published objective data resolve initial",
     "dataset": "sharding mesh data experiment",
     "training": "batch config sharding mesh models objective data monitor resolve experiment dataset",
 }
@@ -46,8 +47,8 @@ FLOORS |= dict.fromkeys(ENTRY_POINTS, " ".join(FLOORS))
 LIBRARIES = {
     "torch": "",
     "transformers": "data.tokenizer",
-    "gguf": "models.gguf",
-    "safetensors": "models.hub_folder",
+    "gguf": "published.gguf",
+    "safetensors": "published.hub_folder",
     "array_record": "data.records",
     "grain": "data.loader",
     "omegaconf": "arguments train",
@@ -262,10 +263,10 @@ def test_modules_import_only_from_lower_floors():
 @pytest.mark.parametrize(
     ("module", "line", "arrow"),
     [
-        ("models.llama", "from dflash_jax.mesh import Meshes", "models.llama imports mesh;"),
-        ("models.llama", "from dflash_jax import config", "models.llama imports config;"),
+        ("models.decoder", "from dflash_jax.mesh import Meshes", "models.decoder imports mesh;"),
+        ("models.decoder", "from dflash_jax import config", "models.decoder imports config;"),
         ("config", "import dflash_jax.mesh", "config imports mesh;"),
-        ("data.chat", "from dflash_jax.models import llama", "data.chat imports models.llama;"),
+        ("data.chat", "from dflash_jax.models import decoder", "data.chat imports models.decoder;"),
         ("training.loop", "def f():\n    from dflash_jax.train import main", "training.loop imports train;"),
         ("train", "from dflash_jax.evaluate import main", "train imports evaluate;"),
         ("mesh", "from . import config", "mesh imports .config;"),
@@ -273,14 +274,14 @@ def test_modules_import_only_from_lower_floors():
     ],
 )
 def test_an_arrow_that_points_up_is_named(module, line, arrow):
-    empty = {"config": "", "mesh": "", "models.llama": "", "train": "", "evaluate": ""}
+    empty = {"config": "", "mesh": "", "models.decoder": "", "train": "", "evaluate": ""}
     (fault,) = floor_faults(empty | {module: line})
     assert fault.startswith(arrow)
 
 
 def test_a_permitted_arrow_is_not_named():
-    line = "from dflash_jax.models import gguf\nfrom dflash_jax.data.chat import x\nimport dflash_jax.errors"
-    assert floor_faults({"errors": "", "models.gguf": "", "data.chat": "", "data.tokenizer": line}) == []
+    line = "from dflash_jax.published import gguf\nfrom dflash_jax.data.chat import x\nimport dflash_jax.errors"
+    assert floor_faults({"errors": "", "published.gguf": "", "data.chat": "", "data.tokenizer": line}) == []
 
 
 def test_no_modules_import_each_other():
@@ -296,9 +297,9 @@ def test_each_library_is_imported_where_it_belongs():
 @pytest.mark.parametrize(
     ("module", "line", "fault"),
     [
-        ("models.llama", "def f():\n    import torch", "models.llama imports torch; allowed in: tests only"),
+        ("models.decoder", "def f():\n    import torch", "models.decoder imports torch; allowed in: tests only"),
         ("data.chat", "def f():\n    import transformers", "data.chat imports transformers; allowed in:"),
-        ("models.gguf", "from gguf import GGUFReader", "models.gguf imports gguf at its top"),
+        ("published.gguf", "from gguf import GGUFReader", "published.gguf imports gguf at its top"),
         ("config", "import jax.numpy as jnp", "config imports jax; it works without jax"),
         ("monitor.progress", "from flax import nnx", "monitor.progress imports flax; it works without jax"),
     ],
@@ -310,7 +311,7 @@ def test_a_misplaced_library_is_named(module, line, fault):
 
 def test_a_lazy_import_or_one_for_types_is_not_named():
     lazy = "def f():\n    import gguf\nif TYPE_CHECKING:\n    from gguf import GGUFReader"
-    assert library_faults({"models.gguf": lazy}) == []
+    assert library_faults({"published.gguf": lazy}) == []
 
 
 def test_folders_of_the_package_hold_no_code_of_their_own():

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from dflash_jax.errors import UserError
-from dflash_jax.models import hub_folder
-from dflash_jax.models.weights import Place, fill, names
+from dflash_jax.published import hub_folder
+from dflash_jax.published.weights import Place, fill, names
 from dflash_jax.sharding import shardings
 
 INDEX = "model.safetensors.index.json"
@@ -180,9 +180,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from dflash_jax.models import hub_folder
-from dflash_jax.models.stored import Stored
-from dflash_jax.models.weights import fill
+from dflash_jax.published import hub_folder
+from dflash_jax.published.stored import Stored
+from dflash_jax.published.weights import fill
 from dflash_jax.sharding import shardings
 
 def kib(key):

@@ -20,11 +20,11 @@ from dflash_jax.config import DrafterSection, MeshLayout
 from dflash_jax.errors import UserError
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import make_meshes
-from dflash_jax.models.copied_layers import copied_layers
 from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
-from dflash_jax.models.drafter_folder import DrafterFolder
-from dflash_jax.models.weights import names
 from dflash_jax.models.yarn import Yarn
+from dflash_jax.published.copied_layers import copied_layers
+from dflash_jax.published.drafter_folder import DrafterFolder
+from dflash_jax.published.weights import names
 from dflash_jax.training.optim import learning_rate, make_optimizer
 from dflash_jax.training.programs import make_programs
 

@@ -10,11 +10,11 @@ from flax import nnx
 from tiny_models import GOLDEN, published_drafter, published_tables, random_drafter, specforge_batch
 
 from dflash_jax.batch import Batch
-from dflash_jax.models.weights import names
 from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
 from dflash_jax.objective.head import Rule
 from dflash_jax.objective.objective import Frozen, TargetStates, anchored_loss, block_loss, block_states
 from dflash_jax.objective.slot_weights import Decay
+from dflash_jax.published.weights import names
 
 CE = (("ce", 1.0),)
 

@@ -10,12 +10,12 @@ from flax import nnx
 from tiny_models import GOLDEN, published_drafter, published_tables, random_drafter, specforge_batch
 
 from dflash_jax.batch import Batch
-from dflash_jax.models.weights import names
 from dflash_jax.objective.anchors import block_labels
 from dflash_jax.objective.head import Head, Rule, Slots, head_loss
 from dflash_jax.objective.objective import Frozen, TargetStates, anchored_loss, block_states, teacher_states
 from dflash_jax.objective.slot_weights import Decay, Dpace
 from dflash_jax.objective.terms import TEACHER_TERMS
+from dflash_jax.published.weights import names
 
 HALVING = Decay(1 / np.log(2))
 EVERY_TEACHER = Rule(tuple((name, 1.0) for name in TEACHER_TERMS), HALVING)

@@ -10,7 +10,7 @@ from published_targets import NAMES, TARGETS, reference, write_target
 from tiny_models import load_target
 
 from dflash_jax.decode.generate import generate
-from dflash_jax.models.targets import TargetFiles
+from dflash_jax.published.targets import TargetFiles
 
 LONG = ("llama", "qwen3", "qwen3_5")
 GREEDY = (*LONG, "llama3_rope", "qwen3_moe", "qwen3_swa_yarn_bias")

@@ -10,7 +10,7 @@ from dflash_jax import resolve
 from dflash_jax.arguments import build, read_yaml
 from dflash_jax.config import Recipe
 from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
-from dflash_jax.models.targets import TargetFiles
+from dflash_jax.published.targets import TargetFiles
 
 ROOT = pathlib.Path(__file__).parents[1]
 GOLDEN = TARGETS.parent

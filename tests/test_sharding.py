@@ -13,7 +13,7 @@ from dflash_jax.config import MeshLayout, MeshPart
 from dflash_jax.errors import UserError
 from dflash_jax.mesh import make_meshes
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.models.weights import names
+from dflash_jax.published.weights import names
 from dflash_jax.sharding import materialise, replicated, rows, shardings
 
 MESH = AbstractMesh((3, 2), ("data", "model"))

@@ -17,8 +17,8 @@ from tiny_models import GOLDEN, NO_RULES, load_target
 from tiny_targets import FAMILIES, VOCAB, save_target
 
 from dflash_jax.decode.generate import generate
-from dflash_jax.models.targets import TargetFiles
-from dflash_jax.models.weights import names
+from dflash_jax.published.targets import TargetFiles
+from dflash_jax.published.weights import names
 from dflash_jax.sharding import replicated, row_shards, rows, shardings
 
 SPLIT = dict.fromkeys(

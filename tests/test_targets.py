@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import load_target, save_llama
 
 from dflash_jax.errors import UserError
-from dflash_jax.models.targets import TargetFiles
+from dflash_jax.published.targets import TargetFiles
 
 
 @functools.partial(jax.jit, static_argnames="taps")

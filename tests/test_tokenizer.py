@@ -190,11 +190,11 @@ SENTENCES = [
     unicodedata.normalize("NFD", "naïve café Ünïcode, Việt Nam, が 한국"),
     "one\n\n\ntwo\r\n\r\nthree \n  \n four\nfive\rsix\n #\n/seven\n",
     "  two  spaces   three    four     \t tabs\t\t end   ",
-    "'Twas 'some 'REal 'very 'mine 'lLama 'do 'VE 's's  's \"'m\" (it) [PAD] $a$ --- ...!!!\n\n\n",
+    "a'Twas b'some c'REal d'very e'mine f'lLama g'do 'Twas 'VE 's's  's \"'m\" (it) [PAD] $a$ --- ...!!!\n\n\n",
     "🎉👩‍👩‍👧 ok_snake_case\u00a0and\u3000wide unmergeable zzz zzzz 987 98765",
 ]
 CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# Composed, ">" and U+0338 are one letter; a special token is found before that.
+# ">" and U+0338 compose to one character; a special token is found before that.
 TEXTS = [*SENTENCES, *TRICKY, "e<|im_end|>\u0338 12<|im_start|>  <|endoftext|>\n"]
 # Mostly what the rules tell apart, next to any other character.
 SOME = "aB'stdmrlLvVeE12½٣ \t\n\r\u3000.,-日が\u0301\u3099ñ한🎉"

@@ -22,7 +22,6 @@ from tiny_models import GOLDEN, published_drafter, published_tables, specforge_b
 
 from dflash_jax.batch import Batch
 from dflash_jax.config import OptimSection
-from dflash_jax.models.weights import names
 from dflash_jax.objective.head import Head, Rule, Slots, head_loss
 from dflash_jax.objective.objective import (
     TargetStates,
@@ -31,6 +30,7 @@ from dflash_jax.objective.objective import (
     teacher_states,
 )
 from dflash_jax.objective.slot_weights import Decay, Dpace
+from dflash_jax.published.weights import names
 from dflash_jax.training.optim import make_optimizer
 from dflash_jax.training.state import TrainState
 from dflash_jax.training.step import apply_gradients, gradient_sums

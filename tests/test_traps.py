@@ -29,13 +29,13 @@ from dflash_jax.models.drafter import FULL, SLIDING, Drafter
 from dflash_jax.models.layers import RMSNorm
 from dflash_jax.models.rope import Rope, rotate
 from dflash_jax.models.taps import checked_taps, published_taps
-from dflash_jax.models.targets import TargetFiles
 from dflash_jax.objective.acceptance import acceptance
 from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
 from dflash_jax.objective.head import Head, Rule, Slots, head_loss
 from dflash_jax.objective.objective import Frozen, LossSums, block_states, embed_blocks, teacher_states
 from dflash_jax.objective.slot_weights import Decay, Dpace
 from dflash_jax.objective.terms import term_loss
+from dflash_jax.published.targets import TargetFiles
 from dflash_jax.training.optim import learning_rate, make_optimizer
 from dflash_jax.training.state import TrainState
 from dflash_jax.training.step import GradientSums, apply_gradients

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from tiny_models import NO_RULES, one_device, stored
 
 from dflash_jax.errors import UserError
-from dflash_jax.models.stored import Stored
-from dflash_jax.models.targets import Family, TargetFiles
-from dflash_jax.models.weights import Place, fill, names
+from dflash_jax.published.stored import Stored
+from dflash_jax.published.targets import Family, TargetFiles
+from dflash_jax.published.weights import Place, fill, names
 from dflash_jax.sharding import shardings
 
 SPLIT = NO_RULES | {"mlp": "model"}

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models.published_rope import read_rope
 from dflash_jax.models.yarn import Yarn
+from dflash_jax.published.rope_fields import read_rope
 
 PLAIN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 CASES = {

@@ -18,11 +18,11 @@ from dflash_jax.batch import Batch
 from dflash_jax.mesh import WEIGHT_AXES
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import FULL, SLIDING, Drafter, DrafterConfig
-from dflash_jax.models.drafter_folder import DrafterFolder
-from dflash_jax.models.stored import Stored
-from dflash_jax.models.targets import TargetFiles
-from dflash_jax.models.weights import fill, names
 from dflash_jax.objective.objective import Frozen
+from dflash_jax.published.drafter_folder import DrafterFolder
+from dflash_jax.published.stored import Stored
+from dflash_jax.published.targets import TargetFiles
+from dflash_jax.published.weights import fill, names
 from dflash_jax.sharding import shardings
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

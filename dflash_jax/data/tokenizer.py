@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from dflash_jax.errors import UserError
-from dflash_jax.models.gguf import metadata, open_reader
+from dflash_jax.published.gguf import metadata, open_reader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from dflash_jax.models.drafter import DrafterConfig
-from dflash_jax.models.stored import Stored
+from dflash_jax.published.stored import Stored
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 # Of unit features, the noise of fc makes a tenth of what the identity passes on, whatever the widths.

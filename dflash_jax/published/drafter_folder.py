@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from dflash_jax.errors import UserError
-from dflash_jax.models import hub_folder
 from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
-from dflash_jax.models.published_rope import read_rope
 from dflash_jax.models.rope import Llama3Scaling
-from dflash_jax.models.stored import Stored
 from dflash_jax.models.taps import published_taps
+from dflash_jax.published import hub_folder
+from dflash_jax.published.rope_fields import read_rope
+from dflash_jax.published.stored import Stored
 
 ARCHITECTURE = "DFlashDraftModel"
 SIZES = (

@@ -1,8 +1,8 @@
 """Qwen2 and Qwen2.5: biases of q, k and v, and sliding windows where switched on."""
 
 from dflash_jax.models.decoder import DecoderConfig
-from dflash_jax.models.published_config import Fields, read_attention, read_decoder, read_windows
-from dflash_jax.models.published_rope import read_rope
+from dflash_jax.published.config_json import Fields, read_attention, read_decoder, read_windows
+from dflash_jax.published.rope_fields import read_rope
 
 
 def read(fields: Fields) -> DecoderConfig:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Sharding
 
 from dflash_jax.errors import UserError
-from dflash_jax.models.stored import FLOATS, Index, Stored
+from dflash_jax.published.stored import FLOATS, Index, Stored
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) in every dimension
 SHOWN = 8

@@ -7,8 +7,8 @@ from typing import Any
 
 from dflash_jax.models.decoder import DecoderConfig
 from dflash_jax.models.delta_net import DeltaNetConfig
-from dflash_jax.models.published_config import Fields, read_attention, read_decoder, read_hybrid, supported
-from dflash_jax.models.published_rope import read_rope
+from dflash_jax.published.config_json import Fields, read_attention, read_decoder, read_hybrid, supported
+from dflash_jax.published.rope_fields import read_rope
 
 
 def read(fields: Fields) -> DecoderConfig:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash_jax.errors import UserError
-from dflash_jax.models.stored import Index, Stored
+from dflash_jax.published.stored import Index, Stored
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor

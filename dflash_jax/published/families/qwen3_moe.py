@@ -3,8 +3,8 @@
 from dflash_jax.errors import UserError
 from dflash_jax.models.decoder import FULL, SLIDING, DecoderConfig
 from dflash_jax.models.experts import ExpertsConfig
-from dflash_jax.models.published_config import Fields, read_attention, read_decoder
-from dflash_jax.models.published_rope import read_rope
+from dflash_jax.published.config_json import Fields, read_attention, read_decoder
+from dflash_jax.published.rope_fields import read_rope
 
 
 def read(fields: Fields) -> DecoderConfig:

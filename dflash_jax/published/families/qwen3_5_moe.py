@@ -2,8 +2,8 @@
 
 from dflash_jax.models.decoder import DecoderConfig
 from dflash_jax.models.experts import ExpertsConfig
-from dflash_jax.models.families.qwen3_5 import read_hybrid_decoder
-from dflash_jax.models.published_config import Fields
+from dflash_jax.published.config_json import Fields
+from dflash_jax.published.families.qwen3_5 import read_hybrid_decoder
 
 
 def read(fields: Fields) -> DecoderConfig:

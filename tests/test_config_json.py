@@ -11,7 +11,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.models.attention import AttentionConfig
 from dflash_jax.models.decoder import FULL, LINEAR, SLIDING
 from dflash_jax.models.rope import Llama3Scaling, Rope
-from dflash_jax.models.targets import TargetFiles
+from dflash_jax.published.targets import TargetFiles
 
 ABSENT = object()
 

@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 
 from dflash_jax.errors import UserError
-from dflash_jax.models.stored import Index, Stored
+from dflash_jax.published.stored import Index, Stored
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"

@@ -8,7 +8,7 @@ PREFIX.experts.3.up_proj.weight -> part 3 of PREFIX.experts.gate_up_proj
 
 from dflash_jax.models.decoder import DecoderConfig
 from dflash_jax.models.experts import expert_place
-from dflash_jax.models.weights import Place
+from dflash_jax.published.weights import Place
 
 WRAPPED, UNWRAPPED = "model.language_model.", "model."
 OTHER_PARTS = ("model.visual.", "mtp.")

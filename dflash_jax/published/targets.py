@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_jax.errors import UserError
-from dflash_jax.models import gguf, hub_folder, published_names
 from dflash_jax.models.decoder import Decoder, DecoderConfig
-from dflash_jax.models.families import llama, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
-from dflash_jax.models.published_config import Fields, text_fields
-from dflash_jax.models.stored import Stored
-from dflash_jax.models.weights import Place, fill
+from dflash_jax.published import gguf, hub_folder, tensor_names
+from dflash_jax.published.config_json import Fields, text_fields
+from dflash_jax.published.families import llama, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from dflash_jax.published.stored import Stored
+from dflash_jax.published.weights import Place, fill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ class TargetFiles:
     @property
     def place(self) -> Callable[[str], Place | None]:
         """From the name of a stored tensor to where it belongs, None for one that is not read."""
-        return functools.partial(published_names.place, config=self.config)
+        return functools.partial(tensor_names.place, config=self.config)
 
     @property
     def weight_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """Llama 2 and 3, SmolLM2 and whatever else calls itself `llama`: full attention, biases where the file says so."""
 
 from dflash_jax.models.decoder import FULL, DecoderConfig
-from dflash_jax.models.published_config import Fields, read_attention, read_decoder
-from dflash_jax.models.published_rope import read_rope
+from dflash_jax.published.config_json import Fields, read_attention, read_decoder
+from dflash_jax.published.rope_fields import read_rope
 
 
 def read(fields: Fields) -> DecoderConfig:
