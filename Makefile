@@ -12,7 +12,7 @@ quickstart: $(VENV)/demo.done
 	$(BIN)/python -m dflash_jax.evaluate run=runs/quickstart max_new_tokens=64
 
 test: $(VENV)/test.done
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: $(VENV)/test.done
 	$(BIN)/python -m pytest -m slow

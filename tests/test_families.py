@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tiny_models import drafter_sizes, frozen_of, load_target, random_drafter
+from tiny_models import drafter_sizes, frozen_of, load_target, quick, random_drafter
 from tiny_targets import FAMILIES, VOCAB, save_target
 
 from dflash_jax.decode.chain import generate_chain
@@ -27,17 +27,17 @@ def target(hub):
     return load_target(hub.path)
 
 
-@jax.jit
+@quick
 def hidden(target, tokens, positions, segments):
     return target.hidden(tokens, positions, segment_ids=segments, taps=TAPS)
 
 
-@jax.jit
+@quick
 def step(target, tokens, cache, parents=None):
     return target.step(tokens, cache, taps=TAPS, parents=parents)
 
 
-@jax.jit
+@quick
 def keep(after, count, path=None):
     return after.keep(count, path=path)
 
@@ -145,7 +145,7 @@ def test_nodes_of_a_tree_see_their_ancestors_only(hub, target):
 def test_a_long_prompt_is_run_in_pieces(hub, target):
     lengths = np.array([83, 64, 20])
     prompts = random_tokens(4, 3, 83)
-    run = jax.jit(functools.partial(prefill, capacity=90, taps=TAPS, chunk=32))
+    run = quick(functools.partial(prefill, capacity=90, taps=TAPS, chunk=32))
     token, features, cache = run(target, prompts, lengths)
     np.testing.assert_array_equal(cache.lengths, lengths)
     after = step(target, random_tokens(5, 3, 2), cache)
@@ -161,10 +161,10 @@ def test_greedy_and_speculative_tokens_are_transformers(hub, target):
     lengths, added = np.array([9, 4]), 16
     prompts = random_tokens(6, 2, 9)
     options = {"stop": (VOCAB,), "max_new_tokens": added}
-    plain = jax.jit(functools.partial(generate, **options))(target, prompts, lengths)
+    plain = quick(functools.partial(generate, **options))(target, prompts, lengths)
     sizes = {"width": 36, "target_width": 36, "feature_width": 72, "block_size": 5, "mask_token": 6}
     drafter = random_drafter(3, **(dict(drafter_sizes().__dict__) | sizes))
-    chain = jax.jit(functools.partial(generate_chain, taps=TAPS, **options))
+    chain = quick(functools.partial(generate_chain, taps=TAPS, **options))
     speculative = chain(target, drafter, frozen_of(target), prompts, lengths)
     for row, length in enumerate(lengths):
         tokens = torch.tensor(prompts[row : row + 1, :length]).long()

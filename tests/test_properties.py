@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
-from tiny_models import GOLDEN, published_drafter, published_tables, random_drafter
+from tiny_models import GOLDEN, published_drafter, published_tables, quick, random_drafter
 
 from dflash_jax.batch import Batch
 from dflash_jax.config import OptimSection
@@ -26,7 +26,6 @@ from dflash_jax.training.state import TrainState
 from dflash_jax.training.step import apply_gradients, gradient_sums
 
 # Compiles in half the time; what is compiled here runs only a few times.
-quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 few = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 LENGTH, VOCAB = 18, 30
 

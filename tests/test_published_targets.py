@@ -2,12 +2,11 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from published_targets import NAMES, TARGETS, reference, write_target
-from tiny_models import load_target
+from tiny_models import load_target, quick
 
 from dflash_jax.decode.generate import generate
 from dflash_jax.published.targets import TargetFiles
@@ -28,7 +27,7 @@ def published(tmp_path_factory):
     return opened
 
 
-@functools.partial(jax.jit, static_argnames="taps")
+@functools.partial(quick, static_argnames="taps")
 def run(target, tokens, segments, taps):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     features, last = target.hidden(tokens, positions, segment_ids=segments, taps=taps)
@@ -76,7 +75,7 @@ def test_greedy_tokens_are_transformers(published, name):
     known = int(expected["attention_mask"][1].sum())
     wanted = expected["greedy_ids"][0]
     prompts = jnp.asarray(np.pad(wanted[None, :known], ((0, 0), (0, 4))), jnp.int32)
-    decode = jax.jit(functools.partial(generate, stop=(-1,), max_new_tokens=len(wanted) - known))
+    decode = quick(functools.partial(generate, stop=(-1,), max_new_tokens=len(wanted) - known))
     rows = decode(target, prompts, jnp.asarray([known]))
     np.testing.assert_array_equal(rows.tokens[0, : len(wanted)], wanted)
 

@@ -4,16 +4,16 @@ import collections
 import dataclasses
 import functools
 import json
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from tiny_models import GOLDEN, NO_RULES, load_target
+from tiny_models import GOLDEN, NO_RULES, load_target, quick
 from tiny_targets import FAMILIES, VOCAB, save_target
 
 from dflash_jax.decode.generate import generate
@@ -27,28 +27,28 @@ SPLIT = dict.fromkeys(
 RULES = NO_RULES | SPLIT | {"embed": "fsdp"}
 
 
-def flagship(path: pathlib.Path) -> TargetFiles:
+@pytest.fixture(scope="module")
+def flagship(tmp_path_factory) -> nnx.State:
+    """Shapes and dtypes of Qwen3.6-27B's text model."""
+    path = tmp_path_factory.mktemp("flagship")
     (path / "config.json").write_text((GOLDEN / "qwen3.6-27b.config.json").read_text())
-    return TargetFiles.open(path)
+    return TargetFiles.open(path).abstract(jnp.dtype("bfloat16"))[1]
 
 
-def test_the_flagship_has_the_tensors_of_its_checkpoint(tmp_path):
-    files = flagship(tmp_path)
-    _, abstract = files.abstract(jnp.dtype("bfloat16"))
-    shapes = {name: variable.shape for name, variable in names(abstract).items()}
+def test_the_flagship_has_the_tensors_of_its_checkpoint(flagship):
+    shapes = {name: variable.shape for name, variable in names(flagship).items()}
     assert len(shapes) == 851
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == pytest.approx(26.9e9, rel=1e-3)
     assert shapes["model.layers.62.linear_attn.in_proj_qkv.weight"] == (2 * 16 * 128 + 48 * 128, 5120)
     assert shapes["model.layers.63.self_attn.q_proj.weight"] == (2 * 24 * 256, 5120)
-    kept = {name.split(".")[-1] for name, leaf in names(abstract).items() if leaf.dtype == jnp.float32}
+    kept = {name.split(".")[-1] for name, leaf in names(flagship).items() if leaf.dtype == jnp.float32}
     assert kept == {"A_log"}
 
 
-def test_the_flagships_shardings_are_the_golden_table(tmp_path):
-    _, abstract = flagship(tmp_path).abstract(jnp.dtype("bfloat16"))
+def test_the_flagships_shardings_are_the_golden_table(flagship):
     mesh = AbstractMesh((3, 2, 2), ("data", "fsdp", "model"))
     found = collections.defaultdict(collections.Counter)
-    for name, variable in names(shardings(abstract, mesh, RULES)).items():
+    for name, variable in names(shardings(flagship, mesh, RULES)).items():
         found[re.sub(r"layers\.\d+\.", "layers.*.", name)][variable.get_value().spec] += 1
     table = json.loads((GOLDEN / "qwen3.6-27b.shardings.json").read_text())
     assert {name: {P(*spec): count} for name, (count, *spec) in table.items()} == dict(found)
@@ -92,10 +92,10 @@ def test_whole_rows_on_eight_devices_equal_those_on_one(placed):
     positions = np.broadcast_to(np.arange(23, dtype=np.int32), (4, 23))
     run = functools.partial(lambda taps, target, t, p, s: target.hidden(t, p, segment_ids=s, taps=taps), (0, 1))
     everywhere = rows(placed.mesh)
-    split = jax.jit(run, in_shardings=(None, everywhere, everywhere, everywhere), out_shardings=everywhere)
+    split = quick(run, in_shardings=(None, everywhere, everywhere, everywhere), out_shardings=everywhere)
     found = split(placed.split, tokens, positions, segments)
     assert found[0].sharding.spec == P(("data", "fsdp"))
-    for ours, one in zip(found, jax.jit(run)(placed.whole, tokens, positions, segments), strict=True):
+    for ours, one in zip(found, quick(run)(placed.whole, tokens, positions, segments), strict=True):
         np.testing.assert_allclose(ours, one, rtol=1e-5, atol=2e-5)
 
 
@@ -104,5 +104,5 @@ def test_greedy_tokens_on_eight_devices_equal_those_on_one(placed):
     prompts = np.random.default_rng(2).integers(0, VOCAB, (4, 9)).astype(np.int32)
     decode = functools.partial(generate, stop=(VOCAB,), max_new_tokens=8)
     place = replicated(placed.mesh)
-    found = jax.jit(decode)(placed.split, *jax.device_put((prompts, lengths), place))
-    np.testing.assert_array_equal(found.tokens, jax.jit(decode)(placed.whole, prompts, lengths).tokens)
+    found = quick(decode)(placed.split, *jax.device_put((prompts, lengths), place))
+    np.testing.assert_array_equal(found.tokens, quick(decode)(placed.whole, prompts, lengths).tokens)

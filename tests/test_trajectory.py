@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import GOLDEN, published_drafter, published_tables, specforge_batch
+from tiny_models import GOLDEN, published_drafter, published_tables, quick, specforge_batch
 
 from dflash_jax.batch import Batch
 from dflash_jax.config import OptimSection
@@ -36,7 +36,6 @@ from dflash_jax.training.state import TrainState
 from dflash_jax.training.step import apply_gradients, gradient_sums
 
 # Compiles in half the time; what is compiled here runs only a few times.
-quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 # SpecForge's twelve steps: AdamW with betas (0.9, 0.999), eps 1e-8, weight decay 0.01, clipping at norm 1, and the
 # learning rates that it really used (its schedule exceeds the peak once).

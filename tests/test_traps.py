@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import random_drafter
+from tiny_models import quick, random_drafter
 
 from dflash_jax import resolve
 from dflash_jax.batch import Batch
@@ -41,7 +41,6 @@ from dflash_jax.training.state import TrainState
 from dflash_jax.training.step import GradientSums, apply_gradients
 
 ROOT = pathlib.Path(__file__).parents[1]
-quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles sooner
 
 
 def case(name: str, *values):

@@ -1,6 +1,7 @@
 """Random models small enough for tests: a Llama written by transformers, drafters, and published weights."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import zlib
@@ -26,6 +27,8 @@ from dflash_jax.published.weights import fill, names
 from dflash_jax.sharding import shardings
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+# Compiles sooner; for tests that compile much and run little.
+quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 NO_RULES = dict.fromkeys(WEIGHT_AXES)
 
 
