@@ -1,4 +1,4 @@
-"""The sparse MLP against transformers' two, its independence of company and of devices, and the hub's names."""
+"""The sparse MLP against transformers' two, and its independence of company and of devices."""
 
 import functools
 import re
@@ -11,10 +11,9 @@ import torch
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import load_file
 
 from dflash_jax.errors import UserError
-from dflash_jax.models.experts import LANES, ExpertsConfig, SparseMLP, block_length, expert_place, route
+from dflash_jax.models.experts import LANES, ExpertsConfig, SparseMLP, block_length, route
 from dflash_jax.published.weights import names
 from dflash_jax.sharding import shardings
 
@@ -226,64 +225,6 @@ def test_whole_experts_on_every_device_exchange_no_tokens():
 def test_other_splits_are_right_too(data, model, rules, experts):
     whole, split, _ = on_devices(data, model, rules, experts)
     close(split, whole)
-
-
-def test_places_of_the_hubs_names(tmp_path):
-    """A model saved by transformers in the hub's layout holds one tensor per expert and projection."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=11,
-            hidden_size=WIDTH,
-            intermediate_size=9,
-            moe_intermediate_size=MLP_WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=4,
-            num_experts=3,
-            num_experts_per_tok=2,
-            mlp_only_layers=[1],
-        )
-    )
-    model.save_pretrained(tmp_path)
-    expected = {name: value.detach().numpy() for name, value in model.named_parameters()}
-    stacks = {name: np.full(value.shape, np.nan) for name, value in expected.items() if ".experts." in name}
-    others = set()
-    for name, array in load_file(tmp_path / "model.safetensors").items():
-        if (place := expert_place(name, MLP_WIDTH)) is None:
-            others.add(name)
-        else:
-            stacks[place[0]][place[1]] = array
-    assert others == expected.keys() - stacks.keys()
-    assert sorted(stacks) == [f"model.layers.0.mlp.experts.{part}" for part in ("down_proj", "gate_up_proj")]
-    for name, stack in stacks.items():
-        np.testing.assert_array_equal(stack, expected[name])
-
-
-def test_a_place_by_hand():
-    start = "model.language_model.layers.12.mlp.experts"
-    assert expert_place(f"{start}.103.up_proj.weight", 7) == (f"{start}.gate_up_proj", (103, slice(7, 14)))
-    assert expert_place("experts.0.gate_proj.weight", 7) == ("experts.gate_up_proj", (0, slice(0, 7)))
-    assert expert_place(f"{start}.3.down_proj.weight", 7) == (f"{start}.down_proj", (3,))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.mlp.experts.gate_up_proj",
-        "model.layers.0.mlp.experts.down_proj",
-        "model.layers.0.mlp.gate.weight",
-        "model.layers.0.mlp.gate_proj.weight",
-        "model.layers.0.mlp.shared_expert.gate_proj.weight",
-        "model.layers.0.mlp.shared_expert_gate.weight",
-        "model.layers.0.mlp.experts.3.gate_proj.weight_scale",
-        "model.layers.0.mlp.experts.3.gate_proj.bias",
-    ],
-)
-def test_other_names_have_no_place(name):
-    assert expert_place(name, 7) is None
 
 
 def test_more_experts_per_token_than_there_are():

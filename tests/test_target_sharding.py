@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -28,27 +29,50 @@ RULES = NO_RULES | SPLIT | {"embed": "fsdp"}
 
 
 @pytest.fixture(scope="module")
-def flagship(tmp_path_factory) -> nnx.State:
-    """Shapes and dtypes of Qwen3.6-27B's text model."""
+def flagship(tmp_path_factory) -> tuple[nnx.GraphDef, nnx.State]:
+    """Structure, shapes and dtypes of Qwen3.6-27B's text model."""
     path = tmp_path_factory.mktemp("flagship")
     (path / "config.json").write_text((GOLDEN / "qwen3.6-27b.config.json").read_text())
-    return TargetFiles.open(path).abstract(jnp.dtype("bfloat16"))[1]
+    return TargetFiles.open(path).abstract(jnp.dtype("bfloat16"))
+
+
+@pytest.mark.slow
+def test_the_flagship_compiles_in_two_minutes(flagship):
+    graph, state = flagship
+    taps, text = (1, 16, 31, 46, 61), jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+
+    def whole(state, tokens, positions, segments):
+        return nnx.merge(graph, state).hidden(tokens, positions, segment_ids=segments, taps=taps)
+
+    def verified(state, tokens, cache):
+        features, last, step = nnx.merge(graph, state).step(tokens, cache, taps=taps)
+        return features, last, step.keep(jnp.ones(1, jnp.int32))
+
+    cache = jax.eval_shape(lambda state: nnx.merge(graph, state).empty_cache(1, capacity=4096), state)
+    block = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    for program, arguments in ((whole, (text, text, text)), (verified, (block, cache))):
+        start = time.perf_counter()
+        jax.jit(program).lower(state, *arguments).compile()
+        seconds = time.perf_counter() - start
+        print(f"{program.__name__}: traced and compiled in {seconds:.0f} s")
+        assert seconds < 120
 
 
 def test_the_flagship_has_the_tensors_of_its_checkpoint(flagship):
-    shapes = {name: variable.shape for name, variable in names(flagship).items()}
+    _, abstract = flagship
+    shapes = {name: variable.shape for name, variable in names(abstract).items()}
     assert len(shapes) == 851
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == pytest.approx(26.9e9, rel=1e-3)
     assert shapes["model.layers.62.linear_attn.in_proj_qkv.weight"] == (2 * 16 * 128 + 48 * 128, 5120)
     assert shapes["model.layers.63.self_attn.q_proj.weight"] == (2 * 24 * 256, 5120)
-    kept = {name.split(".")[-1] for name, leaf in names(flagship).items() if leaf.dtype == jnp.float32}
+    kept = {name.split(".")[-1] for name, leaf in names(abstract).items() if leaf.dtype == jnp.float32}
     assert kept == {"A_log"}
 
 
 def test_the_flagships_shardings_are_the_golden_table(flagship):
     mesh = AbstractMesh((3, 2, 2), ("data", "fsdp", "model"))
     found = collections.defaultdict(collections.Counter)
-    for name, variable in names(shardings(flagship, mesh, RULES)).items():
+    for name, variable in names(shardings(flagship[1], mesh, RULES)).items():
         found[re.sub(r"layers\.\d+\.", "layers.*.", name)][variable.get_value().spec] += 1
     table = json.loads((GOLDEN / "qwen3.6-27b.shardings.json").read_text())
     assert {name: {P(*spec): count} for name, (count, *spec) in table.items()} == dict(found)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tiny_targets
 from flax import nnx
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
@@ -49,20 +50,7 @@ def save_llama(path: pathlib.Path, *, seed: int, max_shard_size: str = "1GB", **
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {
-        "vocab_size": 66,
-        "hidden_size": 36,
-        "intermediate_size": 52,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 10,
-        "rms_norm_eps": 1e-4,
-        "max_position_embeddings": 128,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 731.0},
-        "tie_word_embeddings": False,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
+    model = LlamaForCausalLM(LlamaConfig(**(tiny_targets.SHARED | changes))).eval()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

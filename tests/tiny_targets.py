@@ -17,10 +17,8 @@ SHARED = {
     "max_position_embeddings": 128,
     "rope_parameters": {"rope_type": "default", "rope_theta": 731.0},
     "tie_word_embeddings": False,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
 }
+NO_ENDS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 731.0,
@@ -84,7 +82,7 @@ def save_target(path: pathlib.Path, family: str, *, seed: int = 5, **changes: An
     import transformers
 
     config_class, model_class, sizes = FAMILIES[family]
-    fields = SHARED | sizes | changes
+    fields = SHARED | NO_ENDS | sizes | changes
     config = getattr(transformers, config_class)(
         **{key: value for key, value in fields.items() if value != "absent"}
     )

@@ -11,7 +11,6 @@ chose costs nothing unless another one runs beside it. Forward only: a loop of u
 
 import dataclasses
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,6 @@ from dflash_jax.models.layers import Linear, SwiGLU, weight
 # Experts that run side by side: the first of each of so many equal runs of experts, then the second of each, ...
 # A mesh axis that splits the experts over a divisor of this many devices leaves each device its own lanes.
 LANES = 8
-
-_HUB_NAME = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,22 +142,6 @@ def block_length(length: int, count: int, experts: int) -> int:
     """Tokens that an expert takes at a time: half of an even share of the row, as a multiple of 8."""
     # Longer blocks are emptier at a queue's end, shorter ones mean more steps.
     return min(length, -(-length * count // (2 * experts * 8)) * 8)
-
-
-def expert_place(name: str, mlp_width: int) -> tuple[str, tuple[int | slice, ...]] | None:
-    """Where a single expert's tensor of the hub belongs: (name of the stacked parameter, index into it).
-
-    ``PREFIX.experts.3.up_proj.weight`` -> ``PREFIX.experts.gate_up_proj``, (3, slice(F, 2F)). None for any
-    other name; the stacked names that some files use are already the parameters'.
-    """
-    found = _HUB_NAME.fullmatch(name)
-    if found is None:
-        return None
-    stack, expert, part = found[1], int(found[2]), found[3]
-    if part == "down":
-        return f"{stack}.down_proj", (expert,)
-    start = 0 if part == "gate" else mlp_width
-    return f"{stack}.gate_up_proj", (expert, slice(start, start + mlp_width))
 
 
 def _queues(chosen: jax.Array, experts: int, *, room: int) -> tuple[jax.Array, jax.Array]:

@@ -19,10 +19,20 @@ INDEX = f"{SINGLE}.index.json"
 def read_config(directory: pathlib.Path) -> dict[str, Any]:
     """The parsed config.json. Raises UserError if it is missing or not JSON."""
     file = directory / "config.json"
+    if not file.exists():
+        raise UserError(f"{directory}: no config.json; expected a model folder as published on the hub")
+    return _read_json(file)
+
+
+def read_generation(directory: pathlib.Path) -> dict[str, Any]:
+    """The parsed generation_config.json, empty where there is none. Raises UserError if it is not JSON."""
+    file = directory / "generation_config.json"
+    return _read_json(file) if file.exists() else {}
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{directory}: no config.json; expected a model folder as published on the hub") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{file}: not valid JSON ({error})") from None
 

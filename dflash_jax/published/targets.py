@@ -84,10 +84,7 @@ class TargetFiles:
     @property
     def end_tokens(self) -> set[int]:
         """Tokens that end an answer: of the configuration, and of generation_config.json where there is one."""
-        places = [self.fields, text_fields(self.fields)]
-        generation = self.path / "generation_config.json"
-        if generation.is_file():
-            places.append(json.loads(generation.read_text()))
+        places = (self.fields, text_fields(self.fields), hub_folder.read_generation(self.path))
         named = [place.get("eos_token_id") for place in places]
         return {token for item in named for token in (item if isinstance(item, list) else [item])} - {None}
 

@@ -6,12 +6,14 @@ lm_head.weight -> nothing                   where the head is tied, a file may r
 PREFIX.experts.3.up_proj.weight -> part 3 of PREFIX.experts.gate_up_proj
 """
 
+import re
+
 from dflash_jax.models.decoder import DecoderConfig
-from dflash_jax.models.experts import expert_place
 from dflash_jax.published.weights import Place
 
 WRAPPED, UNWRAPPED = "model.language_model.", "model."
 OTHER_PARTS = ("model.visual.", "mtp.")
+EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def place(name: str, config: DecoderConfig) -> Place | None:
@@ -20,4 +22,20 @@ def place(name: str, config: DecoderConfig) -> Place | None:
         return None
     name = name.replace(WRAPPED, UNWRAPPED, 1) if name.startswith(WRAPPED) else name
     part = None if config.experts is None else expert_place(name, config.experts.mlp_width)
-    return Place(name) if part is None else Place(*part)
+    return part or Place(name)
+
+
+def expert_place(name: str, mlp_width: int) -> Place | None:
+    """Where a single expert's tensor belongs among the stacked ones of all experts.
+
+    ``PREFIX.experts.3.up_proj.weight`` is part (3, slice(F, 2F)) of ``PREFIX.experts.gate_up_proj``. None for any
+    other name; the stacked names that some files use are already the parameters'.
+    """
+    found = EXPERT.fullmatch(name)
+    if found is None:
+        return None
+    stack, expert, part = found[1], int(found[2]), found[3]
+    if part == "down":
+        return Place(f"{stack}.down_proj", (expert,))
+    start = 0 if part == "gate" else mlp_width
+    return Place(f"{stack}.gate_up_proj", (expert, slice(start, start + mlp_width)))
