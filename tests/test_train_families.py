@@ -37,7 +37,14 @@ def test_a_drafter_for_the_family_learns_and_decodes_without_changing_a_token(tm
     sizes = {"num_experts": 4} if family.endswith("moe") else {}
     recipe = tiny_runs.save_recipe(tmp_path, tiny_runs.save_chat_target(tmp_path / "target", family, **sizes))
     (tmp_path / "mesh.yaml").write_text(json.dumps(MESH))
-    changes = ["drafter.taps=[0,1]", "data.buckets=[192]", "train.steps=12", f"mesh={tmp_path}/mesh.yaml"]
+    # A target of experts only has no MLP whose width the drafter could take.
+    changes = [
+        "drafter.taps=[0,1]",
+        "drafter.mlp_width=40",
+        "data.buckets=[192]",
+        "train.steps=12",
+        f"mesh={tmp_path}/mesh.yaml",
+    ]
     terms = ["objective.terms.ce=0.5", "objective.terms.tv=0.5"]
     assert train.main(recipe.arguments("run", *changes, *terms)) == 0
     logged = [json.loads(line) for line in (tmp_path / "run" / "train_log.jsonl").read_text().splitlines()]
