@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
         "Qwen3_5MoeForCausalLM",
-        {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 10},
+        {**HYBRID, **EXPERTS, "intermediate_size": "absent", "shared_expert_intermediate_size": 10},
     ),
 }
 

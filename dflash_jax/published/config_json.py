@@ -57,13 +57,16 @@ def read_decoder(
 ) -> DecoderConfig:
     """A decoder's configuration; differences: what the family says of MLPs, windows and states."""
     supported(fields, "hidden_act", "silu")
+    # A family without dense MLPs says so, and its files have no such key.
+    mlp = {} if "mlp_width" in differences else {"mlp_width": fields["intermediate_size"]}
     return DecoderConfig(
         vocab=fields["vocab_size"],
         attention=attention,
         layer_types=layer_types,
         rope=rope,
         tied=fields["tie_word_embeddings"],
-        **({"mlp_width": fields["intermediate_size"]} | differences),
+        **mlp,
+        **differences,
     )
 
 
