@@ -86,7 +86,8 @@ class TargetFiles:
         """Tokens that end an answer: of the configuration, and of generation_config.json where there is one."""
         places = (self.fields, text_fields(self.fields), hub_folder.read_generation(self.path))
         named = [place.get("eos_token_id") for place in places]
-        return {token for item in named for token in (item if isinstance(item, list) else [item])} - {None}
+        listed = (item if isinstance(item, list) else [item] for item in named if item is not None)
+        return {token for tokens in listed for token in tokens}
 
     @property
     def family(self) -> Family:
