@@ -35,6 +35,10 @@ QWEN3_8B = {
 }
 
 
+# What both published drafters have.
+SHARED = {"heads": 32, "kv_heads": 8, "head_width": 128, "block_size": 16, "norm_eps": 1e-6}
+
+
 class Words:
     """A tokenizer with so many tokens, none of which ends a text."""
 
@@ -62,17 +66,13 @@ def test_qwen3_8b(tmp_path):
     recipe, taps, drafter = opened(tmp_path, "qwen3-8b", QWEN3_8B, words=151669)
     assert taps == (1, 9, 17, 25, 33)
     assert drafter == DrafterConfig(
+        **SHARED,
         width=4096,
         target_width=4096,
         mlp_width=12288,
-        heads=32,
-        kv_heads=8,
-        head_width=128,
         feature_width=5 * 4096,
-        block_size=16,
         mask_token=151669,
         rope_theta=1e6,
-        norm_eps=1e-6,
         layer_types=(FULL,) * 5,
     )
     assert resolve.decay(recipe.objective, 16) == 7
@@ -84,17 +84,13 @@ def test_qwen36_27b(tmp_path, name, gamma):
     recipe, taps, drafter = opened(tmp_path, name, fields, words=248070)
     assert taps == (1, 16, 31, 46, 61)
     assert drafter == DrafterConfig(
+        **SHARED,
         width=5120,
         target_width=5120,
         mlp_width=17408,
-        heads=32,
-        kv_heads=8,
-        head_width=128,
         feature_width=5 * 5120,
-        block_size=16,
         mask_token=248070,
         rope_theta=1e7,
-        norm_eps=1e-6,
         layer_types=(SLIDING,) * 4 + (FULL,),
         window=2048,
     )

@@ -1,5 +1,7 @@
 """The drafter against z-lab's published package itself, on the same folder: float32, every kind of layer."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ KINDS = {
     "YaRN": {"layer_types": (FULL, FULL), "window": None, "yarn": Yarn(4.0, 16, 1.3, beta_fast=4.0)},
 }
 CONTEXT, BLOCK = 19, 5
+AT = np.broadcast_to(np.arange(CONTEXT + BLOCK), (2, CONTEXT + BLOCK))  # positions of context and block
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -31,17 +34,10 @@ def test_forward_equals_the_published_package(tmp_path, name):
     assert (theirs.block_size, theirs.mask_token_id, theirs.target_layer_ids) == (BLOCK, 6, [1, 3])
     ours = load_drafter(path)
 
-    random = np.random.default_rng(4)
-    features = random.standard_normal((2, CONTEXT, 72)).astype(np.float32)
-    block = random.standard_normal((2, BLOCK, 36)).astype(np.float32)
-    at = np.broadcast_to(np.arange(CONTEXT + BLOCK), (2, CONTEXT + BLOCK))
-    with torch.no_grad():
-        expected = theirs(
-            position_ids=torch.tensor(at),
-            noise_embedding=torch.tensor(block),
-            target_hidden=torch.tensor(features),
-        )
-    np.testing.assert_allclose(drafted(ours, block, features, at), expected.numpy(), rtol=0, atol=1e-5)
+    block, features = random_block(np.random.default_rng(4))
+    np.testing.assert_allclose(
+        drafted(ours, block, features), by_torch(theirs, block, features), rtol=0, atol=1e-5
+    )
 
 
 def test_a_drafter_of_another_width_is_the_published_one_between_two_projections(tmp_path):
@@ -63,21 +59,32 @@ def test_a_drafter_of_another_width_is_the_published_one_between_two_projections
     for layer, matrix in ((ours.fc, fc), (ours.embed_proj, down), (ours.head_proj, up)):
         layer.weight[...] = jnp.asarray(matrix)
 
-    features = random.standard_normal((2, CONTEXT, 72)).astype(np.float32)
-    block = random.standard_normal((2, BLOCK, 36)).astype(np.float32)
-    at = np.broadcast_to(np.arange(CONTEXT + BLOCK), (2, CONTEXT + BLOCK))
+    block, features = random_block(random)
+    expected = by_torch(theirs, block @ down.T, features) @ up.T
+    np.testing.assert_allclose(drafted(ours, block, features), expected, rtol=0, atol=1e-5)
+
+
+def random_block(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Two rows of an embedded block [B, W, E] and of the features before it [B, S, T * E]."""
+    shapes = ((2, BLOCK, 36), (2, CONTEXT, 72))
+    block, features = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return block, features
+
+
+def by_torch(theirs: Any, block: np.ndarray, features: np.ndarray) -> np.ndarray:
+    import torch
+
     with torch.no_grad():
-        expected = theirs(
-            position_ids=torch.tensor(at),
-            noise_embedding=torch.tensor(block @ down.T),
+        return theirs(
+            position_ids=torch.tensor(AT),
+            noise_embedding=torch.tensor(block),
             target_hidden=torch.tensor(features),
-        )
-    np.testing.assert_allclose(drafted(ours, block, features, at), expected.numpy() @ up.T, rtol=0, atol=1e-5)
+        ).numpy()
 
 
-def drafted(drafter: Drafter, block: np.ndarray, features: np.ndarray, at: np.ndarray) -> jax.Array:
-    """[B, W, E] of one block a row behind its whole context; at: [B, S + W] positions of both."""
-    before, slots = jnp.asarray(at[:, :CONTEXT]), jnp.asarray(at[:, None, CONTEXT:])
+def drafted(drafter: Drafter, block: np.ndarray, features: np.ndarray) -> jax.Array:
+    """[B, W, E] of one block a row behind its whole context."""
+    before, slots = jnp.asarray(AT[:, :CONTEXT]), jnp.asarray(AT[:, None, CONTEXT:])
     return jax.jit(
         lambda block, features: drafter(
             block,

@@ -9,7 +9,7 @@ weights while they are loaded.
 import math
 import sys
 import time
-from typing import Self
+from typing import Any, Self
 
 import tqdm
 
@@ -48,15 +48,7 @@ class Progress:
         self._interval_s = interval_s
         self._next_s = -math.inf
         self._unprinted: dict | None = None
-        self._bar = None
-        if sys.stderr.isatty():
-            self._bar = tqdm.tqdm(
-                total=total_steps,
-                initial=start,
-                bar_format="step {n_fmt}/{total_fmt} {bar} {percentage:.0f}%{postfix}",
-                dynamic_ncols=True,
-                file=sys.stderr,
-            )
+        self._bar = _bar("step {n_fmt}/{total_fmt} {bar} {percentage:.0f}%{postfix}", total_steps, initial=start)
 
     def __enter__(self) -> Self:
         return self
@@ -98,16 +90,8 @@ class Loading:
     def __init__(self, name: str, total_bytes: int):
         self._name, self._total_bytes = name, total_bytes
         self._start_s = time.monotonic()
-        self._bar = None
-        if sys.stderr.isatty():
-            self._bar = tqdm.tqdm(
-                desc=f"loading {name}",
-                total=total_bytes,
-                unit_scale=True,
-                bar_format="{desc}  {n_fmt}B/{total_fmt}B {bar} {percentage:.0f}%",
-                dynamic_ncols=True,
-                file=sys.stderr,
-            )
+        look = "{desc}  {n_fmt}B/{total_fmt}B {bar} {percentage:.0f}%"
+        self._bar = _bar(look, total_bytes, desc=f"loading {name}", unit_scale=True)
 
     def __enter__(self) -> Self:
         return self
@@ -123,6 +107,13 @@ class Loading:
         """Take in that more bytes were loaded."""
         if self._bar is not None:
             self._bar.update(loaded_bytes)
+
+
+def _bar(look: str, total: int, **options: Any) -> tqdm.tqdm | None:
+    """A bar on a terminal, in tqdm's format language; None elsewhere."""
+    if not sys.stderr.isatty():
+        return None
+    return tqdm.tqdm(total=total, bar_format=look, dynamic_ncols=True, file=sys.stderr, **options)
 
 
 def _rate(tokens_s: float) -> str:

@@ -12,6 +12,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.models.attention import AttentionConfig
 from dflash_jax.models.decoder import FULL, LINEAR, SLIDING, DecoderConfig
 from dflash_jax.models.rope import Rope
+from dflash_jax.published.rope_fields import read_rope
 
 Fields = Mapping[str, Any]
 
@@ -83,8 +84,8 @@ def read_layer_types(fields: Fields, *kinds: str) -> tuple[str, ...]:
     return tuple(given)
 
 
-def read_windows(fields: Fields) -> tuple[tuple[str, ...], int | None]:
-    """The kinds of all layers and the window of the sliding ones, by the rule that qwen2 and qwen3 share.
+def read_windowed(fields: Fields, attention: AttentionConfig) -> DecoderConfig:
+    """A dense decoder whose layers may have sliding windows, by the rule that qwen2 and qwen3 share.
 
     With use_sliding_window, layers from max_window_layers on are sliding where layer_types is absent; without it,
     no layer may be.
@@ -102,7 +103,13 @@ def read_windows(fields: Fields) -> tuple[tuple[str, ...], int | None]:
             f"layer_types has sliding layers, which need a window, but use_sliding_window is "
             f"{fields['use_sliding_window']} and sliding_window {fields.get('sliding_window')}"
         )
-    return kinds, window if SLIDING in kinds else None
+    return read_decoder(
+        fields,
+        attention=attention,
+        rope=read_rope(fields, attention.head_width),
+        layer_types=kinds,
+        window=window if SLIDING in kinds else None,
+    )
 
 
 def read_hybrid(fields: Fields) -> tuple[str, ...]:
