@@ -18,7 +18,7 @@ from dflash_jax.objective.terms import overlap, term_loss
 
 
 class Head(NamedTuple):
-    """The frozen output layer. rows: [V, D]; offsets: [V] float32, added to the drafter's logits;
+    """The frozen output layer. rows: [V, E]; offsets: [V] float32, added to the drafter's logits;
     softcap: [] float32, c in c tanh(l / c), or None."""
 
     rows: jax.Array
@@ -26,15 +26,15 @@ class Head(NamedTuple):
     softcap: jax.Array | None = None
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., V] float32 logits of hidden states [..., D], without the offsets."""
+        """[..., V] float32 logits of hidden states [..., E], without the offsets."""
         rows = self.rows.astype(hidden.dtype)
         logits = jnp.einsum("...D,VD->...V", hidden, rows, preferred_element_type=jnp.float32)
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
 
 class Slots(NamedTuple):
-    """Proposals of M blocks with X slots each. hidden: [M, X, D] drafter states; labels: [M, X] int32 rows of
-    the head; mask: [M, X] bool, has a label; teacher: [M, X, D] target states for the same tokens, or None."""
+    """Proposals of M blocks with X slots each. hidden: [M, X, E] drafter states; labels: [M, X] int32 rows of
+    the head; mask: [M, X] bool, has a label; teacher: [M, X, E] target states for the same tokens, or None."""
 
     hidden: jax.Array
     labels: jax.Array

@@ -44,7 +44,7 @@ class HeadSample:
         return cls(np.flatnonzero(occurs).astype(np.int32), np.flatnonzero(~occurs).astype(np.int32))  # pyright: ignore[reportArgumentType]
 
     def draw(self, draw: Draw) -> tuple[jax.Array, jax.Array]:
-        """`draw.size` tokens [M] int32, the labels first, and what to add to their logits [M] float32."""
+        """`draw.size` tokens [size] int32, labels first, and what to add to their logits [size] float32."""
         extra = draw.size - self.labels.shape[0]
         drawn = self.others[jax.random.randint(draw.key, (extra,), 0, self.others.shape[0])]
         correction = jnp.log(self.others.shape[0] / extra)

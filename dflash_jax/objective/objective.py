@@ -32,7 +32,7 @@ class TargetStates(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """The target's arrays that the drafter uses: embedding [V, D], head [V', D], draft_tokens [V'] or None.
+    """The target's arrays that the drafter uses: embedding [V, E], head [V', E], draft_tokens [V'] or None.
 
     Their dtype is the one that the drafter computes in, in training as in decoding. embedding_scale multiplies
     embedded tokens, softcap bounds logits (c tanh(l / c)), both [] float32 and None where the target has none.
@@ -70,11 +70,11 @@ class Frozen:
         return index if self.draft_tokens is None else self.draft_tokens[index]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., V'] float32 logits of drafter states [..., D]."""
+        """[..., V'] float32 logits of drafter states [..., E]."""
         return Head(self.head, jnp.zeros(()), self.softcap).logits(hidden)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """[..., D]: embedded tokens [...], as the drafter receives them."""
+        """[..., E]: embedded tokens [...], as the drafter receives them."""
         rows = self.embedding[tokens]
         return rows if self.embedding_scale is None else rows * self.embedding_scale.astype(rows.dtype)
 
@@ -110,7 +110,7 @@ class LossSums:
 
 
 def embed_blocks(tokens: jax.Array, frozen: Frozen, *, block_size: int, mask_token: int) -> jax.Array:
-    """[..., W, D] embeddings of the blocks [x_a, MASK, .. MASK] of anchor tokens [...]."""
+    """[..., W, E] embeddings of the blocks [x_a, MASK, .. MASK] of anchor tokens [...]."""
     slots = jnp.full((*tokens.shape, block_size), mask_token, tokens.dtype).at[..., 0].set(tokens)
     return frozen.embed(slots)
 
@@ -124,7 +124,7 @@ def block_states(
     anchors: jax.Array,
     kept: jax.Array,
 ) -> jax.Array:
-    """Drafter states [B, A, W, D] of every block of a batch, each exactly as inference would compute it.
+    """Drafter states [B, A, W, E] of every block of a batch, each exactly as inference would compute it.
 
     features: [B, S, T * E] of the target; anchors, kept: [B, A].
     """
