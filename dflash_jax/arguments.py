@@ -206,6 +206,8 @@ def _options(schema: type, prefix: str) -> Iterator[tuple[str, Any, dataclasses.
             factory = field.default_factory
             default = field.default if factory is dataclasses.MISSING else factory()
             kind = hint.__name__ if isinstance(hint, type) else str(hint).replace(" | None", " or null")
+            # Only what OmegaConf has no type for is Any.
+            kind = "list or str" if hint is Any else kind.replace("typing.", "")
             yield f"{prefix}{field.name}", default, field, kind
 
 

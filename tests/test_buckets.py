@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflash_jax.data.buckets import bucket_of, fits, rows_per_batch
+from dflash_jax.batches.buckets import bucket_of, fits, rows_per_batch
 from dflash_jax.errors import UserError
 
 EDGES = (770, 1216, 1728, 2432, 3296, 8192)
@@ -22,13 +22,13 @@ def test_lengths_without_a_bucket():
 
 
 def test_rows_at_the_reference_budget():
-    assert rows_per_batch(EDGES, tokens_per_batch=49152, data_axis=1) == (63, 40, 28, 20, 14, 6)
-    assert rows_per_batch(EDGES, tokens_per_batch=49152, data_axis=6) == (60, 36, 24, 18, 12, 6)
+    assert rows_per_batch(EDGES, tokens_per_batch=49152, row_multiple=1) == (63, 40, 28, 20, 14, 6)
+    assert rows_per_batch(EDGES, tokens_per_batch=49152, row_multiple=6) == (60, 36, 24, 18, 12, 6)
 
 
 def test_budget_that_is_too_small_is_named():
-    with pytest.raises(UserError, match=r"data.tokens_per_batch=49152 .* 8192 tokens .* of 8; .* 65536"):
-        rows_per_batch(EDGES, tokens_per_batch=49152, data_axis=8)
+    with pytest.raises(UserError, match=r"data.tokens_per_batch=49152 .* 8192 tokens .* multiples of 8; .* 65536"):
+        rows_per_batch(EDGES, tokens_per_batch=49152, row_multiple=8)
 
 
 @pytest.mark.parametrize("edges", [(), (0, 5), (5, 5), (8, 4)])

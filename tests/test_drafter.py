@@ -128,7 +128,7 @@ def specforge_batch(golden) -> Batch:
         positions=jnp.broadcast_to(jnp.arange(40), (2, 40)),
         segment_ids=jnp.asarray(segments),
         loss_mask=jnp.asarray(golden["loss_mask"] > 0),
-        record_ids=jnp.arange(2),
+        record_ids=jnp.arange(2)[:, None],
         epochs=jnp.zeros(2, jnp.int32),
     )
 
@@ -201,7 +201,7 @@ def make_batch(tokens, *, segment_ids=None, positions=None) -> Batch:
         positions=jnp.broadcast_to(jnp.arange(length), (rows, length)) if positions is None else positions,
         segment_ids=jnp.ones((rows, length), jnp.int32) if segment_ids is None else segment_ids,
         loss_mask=jnp.ones((rows, length), bool),
-        record_ids=jnp.arange(rows),
+        record_ids=jnp.arange(rows)[:, None],
         epochs=jnp.zeros(rows, jnp.int32),
     )
 

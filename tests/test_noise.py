@@ -12,7 +12,7 @@ from tiny_models import random_drafter
 from dflash_jax import resolve
 from dflash_jax.batch import Batch
 from dflash_jax.config import ObjectiveSection
-from dflash_jax.objective.anchors import row_keys
+from dflash_jax.objective.anchors import token_keys
 from dflash_jax.objective.head import Rule
 from dflash_jax.objective.noise import noise_schedule, with_noise
 from dflash_jax.objective.objective import Frozen, TargetStates, block_loss
@@ -55,30 +55,32 @@ def test_a_recipe_without_noise_has_no_schedule():
     assert found == pytest.approx([0.0, 0.2, 0.15, 0.1], abs=1e-6)
 
 
-def keys_of(records: list[int], *, seed: int = 3, epoch: int = 0) -> jax.Array:
-    return row_keys(seed, jnp.full(len(records), epoch), jnp.asarray(records))
+def keys_of(records: list[int], length: int, *, seed: int = 3, epoch: int = 0) -> jax.Array:
+    ones = jnp.ones((len(records), length), jnp.int32)
+    places, ids = jnp.broadcast_to(jnp.arange(length), ones.shape), jnp.asarray(records)[:, None]
+    return token_keys(seed, Batch(ones, places, ones, ones > 0, ids, jnp.full(len(records), epoch)))
 
 
 def test_noise_belongs_to_seed_pass_and_record_and_not_to_the_row():
     zeros, std = jnp.zeros((3, 6, 8)), jnp.float32(1.0)
-    one = with_noise(keys_of([7, 4, 9]), zeros, std)
-    other = with_noise(keys_of([9, 5, 7]), zeros, std)
+    one = with_noise(keys_of([7, 4, 9], 6), zeros, std)
+    other = with_noise(keys_of([9, 5, 7], 6), zeros, std)
     np.testing.assert_array_equal(other[jnp.array([2, 0])], one[jnp.array([0, 2])])
     for changed in (
         one[1],
-        with_noise(keys_of([7], seed=4), zeros[:1], std)[0],
-        with_noise(keys_of([7], epoch=1), zeros[:1], std)[0],
+        with_noise(keys_of([7], 6, seed=4), zeros[:1], std)[0],
+        with_noise(keys_of([7], 6, epoch=1), zeros[:1], std)[0],
     ):
         assert (np.abs(changed - one[0]) > 1e-4).mean() > 0.9
     # Nor to the padding of the row.
-    longer = with_noise(keys_of([7]), jnp.zeros((1, 11, 8)), std)
+    longer = with_noise(keys_of([7], 11), jnp.zeros((1, 11, 8)), std)
     np.testing.assert_array_equal(longer[0, :6], one[0])
 
 
 @pytest.mark.parametrize("std", [0.05, 2.0])
 def test_noise_has_its_standard_deviation(std):
     features = jnp.full((2, 300, 40), 5.0)
-    noise = np.asarray(with_noise(keys_of([1, 2]), features, jnp.float32(std))) - 5.0
+    noise = np.asarray(with_noise(keys_of([1, 2], 300), features, jnp.float32(std))) - 5.0
     assert noise.mean() == pytest.approx(0.0, abs=4 * std / np.sqrt(noise.size))
     assert noise.std() == pytest.approx(std, rel=0.02)
     assert (noise**4).mean() == pytest.approx(3 * std**4, rel=0.1)  # as of a Gaussian; 1.8 if it were uniform
@@ -90,7 +92,7 @@ def test_noise_has_its_standard_deviation(std):
 
 def test_noise_keeps_the_dtype_of_the_features():
     features = jnp.ones((1, 4, 8), jnp.bfloat16)
-    found = with_noise(keys_of([1]), features, jnp.float32(0.5))
+    found = with_noise(keys_of([1], 4), features, jnp.float32(0.5))
     assert found.dtype == jnp.bfloat16
     assert (found != features).any()
 
@@ -113,7 +115,7 @@ def example() -> Example:
         positions=jnp.broadcast_to(jnp.arange(20), (2, 20)),
         segment_ids=jnp.ones((2, 20), jnp.int32),
         loss_mask=jnp.asarray(mask),
-        record_ids=jnp.asarray([40, 41]),
+        record_ids=jnp.asarray([[40], [41]]),
         epochs=jnp.zeros(2, jnp.int32),
     )
     features, last = (jnp.asarray(random.standard_normal((2, 20, width)), jnp.float32) for width in (72, 36))

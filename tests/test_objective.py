@@ -10,7 +10,7 @@ from flax import nnx
 from tiny_models import GOLDEN, published_drafter, published_tables, random_drafter, specforge_batch
 
 from dflash_jax.batch import Batch
-from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
+from dflash_jax.objective.anchors import block_labels, draw_anchors, token_keys, valid_anchors
 from dflash_jax.objective.head import Rule
 from dflash_jax.objective.objective import Frozen, TargetStates, anchored_loss, block_loss, block_states
 from dflash_jax.objective.slot_weights import Decay
@@ -133,7 +133,7 @@ def rows():
         positions=jnp.broadcast_to(jnp.arange(24), (2, 24)),
         segment_ids=jnp.asarray(segments),
         loss_mask=jnp.asarray(mask),
-        record_ids=jnp.asarray([40, 41]),
+        record_ids=jnp.asarray([[40], [41]]),
         epochs=jnp.zeros(2, jnp.int32),
     )
     features = jnp.asarray(random.standard_normal((2, 24, 72)), jnp.float32)
@@ -202,7 +202,7 @@ def test_an_unknown_token_is_told_from_the_row_it_falls_on():
 def test_drawn_anchors_give_the_loss_of_those_anchors(rows):
     drafter = random_drafter(1)
     valid = valid_anchors(rows.batch.loss_mask, rows.batch.segment_ids)
-    keys = row_keys(3, rows.batch.epochs, rows.batch.record_ids)
+    keys = token_keys(3, rows.batch)
     expected = at_anchors(drafter, rows.batch, rows.features, rows.frozen, *draw_anchors(keys, valid, 4))
     drawn = jax.jit(block_loss, static_argnames=("rule", "anchor_count", "seed", "head_chunk"))(
         drafter,
@@ -230,7 +230,7 @@ def test_two_rows_packed_into_one_give_the_same_sums(rows):
         # Padding stays padding; the second document gets a number of its own.
         segment_ids=(batch.segment_ids * jnp.asarray([[1], [2]])).reshape(1, 48),
         loss_mask=batch.loss_mask.reshape(1, 48),
-        record_ids=batch.record_ids[:1],
+        record_ids=batch.record_ids.reshape(1, 2),
         epochs=batch.epochs[:1],
     )
     together = at_anchors(

@@ -51,7 +51,7 @@ def rows() -> Row:
         positions=jnp.broadcast_to(jnp.arange(24), (2, 24)),
         segment_ids=jnp.asarray(segments),
         loss_mask=jnp.asarray(mask),
-        record_ids=jnp.asarray([40, 41]),
+        record_ids=jnp.asarray([[40], [41]]),
         epochs=jnp.zeros(2, jnp.int32),
     )
     features, last = (jnp.asarray(random.standard_normal((2, 24, width)), jnp.float32) for width in (72, 36))

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from dflash_jax.monitor import progress
-from dflash_jax.monitor.progress import Loading, Progress, describe
+from dflash_jax.monitor.progress import Answering, Loading, Preparing, Progress, describe
 
 LINE = {
     "step": 120,
@@ -124,3 +124,66 @@ def test_a_terminal_gets_a_bar_over_the_bytes(monkeypatch):
     last = terminal.getvalue().rstrip("\n").split("\r")[-1]
     assert "loading tiny  2.50GB/2.50GB" in last
     assert "100%" in last
+
+
+def test_tokenised_bytes_are_a_plain_line_every_interval(capsys, clock):
+    with Preparing(4_000_000_000, interval_s=10) as preparing:
+        for seconds, done_bytes, tokens in (
+            (5, 1e9, 7),
+            (9, 5e8, 1e7),
+            (12, 5e8, 1e7),
+            (15, 1e9, 2e7),
+            (25, 1e9, 2e7),
+        ):
+            clock[0] = 100.0 + seconds
+            preparing.add(int(done_bytes), int(tokens))
+    # The first billion came from an earlier run; from second 5 to 12 it was one billion and 20 million tokens.
+    assert capsys.readouterr().err == (
+        "tokenised 2.00GB/4.00GB  50%  2.9 Mtok/s  eta 0:14\ntokenised 4.00GB/4.00GB  100%  3.0 Mtok/s  eta 0:00\n"
+    )
+
+
+def test_the_first_tokenised_bytes_tell_no_speed(capsys, clock):
+    with Preparing(1000, interval_s=10) as preparing:
+        clock[0] += 11
+        preparing.add(500, 3)
+    assert capsys.readouterr().err == "tokenised 500B/1.00kB  50%  eta -\n"
+
+
+def test_a_terminal_gets_a_bar_over_the_tokenised_bytes(monkeypatch, clock):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with Preparing(2_000_000) as preparing:
+        for _ in range(2):
+            clock[0] += 2
+            preparing.add(1_000_000, 1000)
+    last = terminal.getvalue().rstrip("\n").split("\r")[-1]
+    assert "tokenised  2.00MB/2.00MB" in last
+    assert "500 tok/s  eta 0:00" in last
+
+
+def test_answers_are_a_plain_line_every_interval_and_one_at_the_end(capsys, clock):
+    with Answering(5, 12, done=1, settled=4, interval_s=10) as answering:
+        clock[0] += 5
+        answering.add(conversations=0, answers=1, tokens=300)
+        clock[0] += 15
+        answering.add(conversations=1, answers=1, tokens=100)
+        clock[0] += 5
+        answering.add(conversations=1, answers=3, tokens=100)
+    # What an earlier run did counts for the share that is done, not for the speed.
+    assert capsys.readouterr().err.splitlines() == [
+        "answered 6/12  conversations 2/5  20 tok/s  eta 1:00",
+        "answered 9/12  conversations 3/5  20 tok/s  eta 0:15",
+    ]
+
+
+def test_a_terminal_gets_a_bar_over_the_answers(monkeypatch, clock):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with Answering(2, 4, done=0, settled=1) as answering:
+        assert "answered 1/4" in terminal.getvalue()
+        clock[0] += 2
+        answering.add(conversations=2, answers=3, tokens=4000)
+    last = terminal.getvalue().rstrip("\n").split("\r")[-1]
+    assert "answered 4/4" in last
+    assert "conversations 2/2  2.0 ktok/s  eta 0:00" in last

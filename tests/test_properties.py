@@ -55,7 +55,7 @@ def make_batch(tokens, segment_ids, positions, *, loss_mask=None) -> Batch:
         positions=jnp.asarray(positions),
         segment_ids=jnp.asarray(segment_ids),
         loss_mask=jnp.ones(np.shape(tokens), bool) if loss_mask is None else jnp.asarray(loss_mask),
-        record_ids=jnp.arange(count),
+        record_ids=jnp.arange(count)[:, None],
         epochs=jnp.zeros(count, jnp.int32),
     )
 
@@ -202,7 +202,7 @@ def sixteen_rows() -> tuple[Batch, TargetStates]:
         positions=positions,
         segment_ids=numbers,
         loss_mask=supervised,
-        record_ids=np.where(numbers.any(axis=1), 50 + np.arange(ROWS), -1).astype(np.int32),
+        record_ids=np.where(numbers.any(axis=1), 50 + np.arange(ROWS), -1).astype(np.int32)[:, None],
         epochs=np.full(ROWS, 2, np.int32),
     )
     return batch, TargetStates(random.standard_normal((ROWS, 12, 72)).astype(np.float32))

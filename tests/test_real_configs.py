@@ -9,6 +9,7 @@ import pytest
 
 from dflash_jax.models.decoder import FULL, LINEAR
 from dflash_jax.models.rope import Llama3Scaling, Rope
+from dflash_jax.published.end_tokens import end_tokens
 from dflash_jax.published.targets import TargetFiles
 
 # The keys of their config.json that say something about the computation, spelled as there.
@@ -100,12 +101,12 @@ def test_parameters_are_as_many_as_published(tmp_path, fields, parameters):
 def test_llama_3_1(tmp_path):
     files = opened(tmp_path, LLAMA_3_1_8B)
     assert files.config.rope == Rope(500000.0, 128, Llama3Scaling(8.0, 8192, 1.0, 4.0))
-    assert files.end_tokens == {128001, 128008, 128009}
+    assert end_tokens(files.path) == {128001, 128008, 128009}
 
 
 def test_generation_config_adds_to_the_ends(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 128009]}))
-    assert opened(tmp_path, LLAMA_3_1_8B).end_tokens == {5, 128001, 128008, 128009}
+    assert end_tokens(opened(tmp_path, LLAMA_3_1_8B).path) == {5, 128001, 128008, 128009}
 
 
 def test_qwen2_5_has_no_window_unless_it_is_switched_on(tmp_path):

@@ -22,8 +22,8 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from dflash_jax.data.chat import encode_prompt
-from dflash_jax.data.tokenizer import load_tokenizer
+from dflash_jax.chat.chat import Chat
+from dflash_jax.chat.tokenizer import load_tokenizer
 from dflash_jax.errors import UserError
 
 TRICKY = [
@@ -331,7 +331,7 @@ def test_a_chat_has_one_bos(llama3: PreTrainedTokenizerFast, published_llama3: T
     for tokenizer in (llama3, load_tokenizer(tmp_path)):
         assert _ids(tokenizer, "") == [bos]
         assert bos not in tokenizer.encode("a", add_special_tokens=False)
-        tokens = encode_prompt(tokenizer, [{"role": "user", "content": "Add 1 and  2"}]).tolist()
+        tokens = Chat(tokenizer, stop_tokens=()).prompt([{"role": "user", "content": "Add 1 and  2"}]).tolist()
         assert tokens.count(bos) == 1
         assert tokens == published_llama3.encode(rendered, add_special_tokens=False).ids
 
@@ -350,7 +350,7 @@ def test_neither_torch_nor_network_is_needed(tmp_path: pathlib.Path):
         "import pathlib, socket, sys\n"
         "sys.modules['torch'] = None\n"
         "socket.socket.connect = socket.getaddrinfo = None\n"
-        "from dflash_jax.data.tokenizer import load_tokenizer\n"
+        "from dflash_jax.chat.tokenizer import load_tokenizer\n"
         "file, folder = map(pathlib.Path, sys.argv[1:])\n"
         "load_tokenizer(file).save_pretrained(folder)\n"
         "print(load_tokenizer(folder)('ab')['input_ids'])\n"

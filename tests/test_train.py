@@ -16,9 +16,9 @@ import tiny_runs
 
 from dflash_jax import evaluate, train
 from dflash_jax.arguments import build, find_named, read_yaml
+from dflash_jax.batches.loader import batches
 from dflash_jax.config import MeshLayout
-from dflash_jax.data.loader import batches
-from dflash_jax.dataset import open_dataset
+from dflash_jax.dataset import open_records, training_data
 from dflash_jax.errors import UserError
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import make_meshes
@@ -175,7 +175,8 @@ def test_every_array_lives_on_its_mesh(recipe):
     programs = make_programs(experiment, meshes, optimizer)
     state = programs.first_state()
     frozen = experiment.frozen(target, meshes.drafter, None)
-    data = open_dataset(experiment, loaded.data.train, recipe.root / "places" / "data", meshes=meshes)
+    records = open_records(experiment, loaded.data.train, recipe.root / "places" / "data")
+    data = training_data(experiment, records, meshes=meshes)
     source = FeatureSource(target, taps=experiment.taps, teacher=True, meshes=meshes, cache=FeatureCache(0))
     batch, _ = next(batches(data.records, data.plan, start=0))
     item = source(batch)

@@ -167,7 +167,7 @@ def packed(name: str) -> Packed:
         positions=jnp.asarray(golden["position_ids"], jnp.int32),
         segment_ids=jnp.asarray(golden["document_ids"] + 1, jnp.int32),
         loss_mask=jnp.asarray(golden["loss_mask"] > 0),
-        record_ids=jnp.zeros(1, jnp.int32),
+        record_ids=jnp.zeros((1, 1), jnp.int32),
         epochs=jnp.zeros(1, jnp.int32),
     )
     return Packed(

@@ -30,7 +30,7 @@ from dflash_jax.models.layers import RMSNorm
 from dflash_jax.models.rope import Rope, rotate
 from dflash_jax.models.taps import checked_taps, published_taps
 from dflash_jax.objective.acceptance import acceptance
-from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
+from dflash_jax.objective.anchors import block_labels, draw_anchors, valid_anchors
 from dflash_jax.objective.head import Head, Rule, Slots, head_loss
 from dflash_jax.objective.objective import Frozen, LossSums, block_states, embed_blocks, teacher_states
 from dflash_jax.objective.slot_weights import Decay, Dpace
@@ -97,7 +97,7 @@ def test_labels(loss_mask, documents, anchor, expected):
 )
 def test_no_valid_anchor_is_left_out(valid, count):
     where = jnp.zeros((1, 9), bool).at[0, jnp.asarray(valid)].set(True)
-    anchors, kept = draw_anchors(row_keys(0, jnp.zeros(1, int), jnp.zeros(1, int)), where, count)
+    anchors, kept = draw_anchors(jax.random.split(jax.random.key(0), (1, 9)), where, count)
     assert anchors[kept].tolist() == valid
 
 
@@ -116,7 +116,7 @@ def feature_slopes(drafter, documents, anchors, kept):
         positions=(jnp.arange(LENGTH) - start)[None],
         segment_ids=documents[None],
         loss_mask=jnp.ones((1, LENGTH), bool),
-        record_ids=jnp.zeros(1, int),
+        record_ids=jnp.zeros((1, 1), int),
         epochs=jnp.zeros(1, int),
     )
     embedding = jnp.asarray(random.standard_normal((30, 36)), jnp.float32)

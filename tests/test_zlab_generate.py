@@ -39,7 +39,7 @@ def trained(target, drafter, frozen):
         positions=jnp.broadcast_to(jnp.arange(length), rows.tokens.shape),
         segment_ids=jnp.ones_like(rows.tokens),
         loss_mask=jnp.broadcast_to(jnp.arange(length) >= PROMPTS.shape[1], rows.tokens.shape),
-        record_ids=jnp.arange(count),
+        record_ids=jnp.arange(count)[:, None],
         epochs=jnp.zeros(count, jnp.int32),
     )
     features, _ = target.hidden(batch.tokens, batch.positions, segment_ids=batch.segment_ids, taps=TAPS)

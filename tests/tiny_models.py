@@ -225,6 +225,6 @@ def specforge_batch(golden: Any, loss_mask: Any) -> Batch:
         positions=jnp.broadcast_to(jnp.arange(40), (2, 40)),
         segment_ids=jnp.asarray(segments),
         loss_mask=jnp.asarray(loss_mask),
-        record_ids=jnp.arange(2),
+        record_ids=jnp.arange(2)[:, None],
         epochs=jnp.zeros(2, jnp.int32),
     )

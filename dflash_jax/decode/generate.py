@@ -1,4 +1,4 @@
-"""Plain greedy decoding with a cache: one token per target pass, rows of different length."""
+"""Plain decoding with a cache: one token per target pass, rows of different length, greedy or sampled."""
 
 import dataclasses
 from typing import Self
@@ -6,6 +6,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.decode.sampling import GREEDY, Sampling, draw
 from dflash_jax.models.target import Target
 from dflash_jax.models.target_cache import TargetCache
 
@@ -57,11 +58,13 @@ def prefill(
     capacity: int,
     taps: tuple[int, ...] = (),
     chunk: int = PREFILL_CHUNK,
+    sampling: Sampling = GREEDY,
+    keys: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, TargetCache]:
     """Run the prompts; returns (next token [B], features [B, P, T * E], cache that holds the prompts).
 
     prompts: [B, P] right-padded, lengths: [B]; capacity: positions of the cache, at least P; chunk: tokens of a
-    row that are run at a time, which bounds the memory that long prompts take.
+    row that are run at a time, which bounds the memory that long prompts take; sampling, keys: as of `draw`.
     """
     rows, width = prompts.shape
     count = -(-width // chunk)
@@ -81,23 +84,35 @@ def prefill(
     nothing = jnp.zeros((rows, target.config.width), target.embedding.dtype)
     (cache, at_end), features = jax.lax.scan(one, (cache, nothing), pieces)
     features = features.swapaxes(0, 1).reshape(rows, count * size, -1)[:, :width]
-    return jnp.argmax(target.logits(at_end), axis=-1).astype(jnp.int32), features, cache
+    token = draw(target.logits(at_end), sampling, keys=keys, places=jnp.zeros_like(lengths))
+    return token, features, cache
 
 
 def generate(
-    target: Target, prompts: jax.Array, lengths: jax.Array, *, stop: tuple[int, ...], max_new_tokens: int
+    target: Target,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    *,
+    stop: tuple[int, ...],
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    keys: jax.Array | None = None,
 ) -> Sequences:
-    """Greedy continuations of prompts [B, P] of `lengths` [B], each ending with a stop token or at the limit."""
+    """Continuations of prompts [B, P] of `lengths` [B], each ending with a stop token or at the limit.
+
+    A row of length 0 has no prompt and gets nothing. keys: [B] random keys, needed unless the sampling is greedy.
+    """
     capacity = prompts.shape[1] + max_new_tokens
     stops = jnp.array(stop, jnp.int32)
-    token, _, cache = prefill(target, prompts, lengths, capacity=capacity)
+    token, _, cache = prefill(target, prompts, lengths, capacity=capacity, sampling=sampling, keys=keys)
     rows = Sequences.start(prompts, lengths, capacity=capacity)
+    rows = dataclasses.replace(rows, done=lengths == 0)
     one = jnp.ones(lengths.shape, jnp.int32)
 
     def body(carry):
         token, cache, rows = carry
         _, last, step = target.step(token[:, None], cache)
-        token = jnp.argmax(target.logits(last)[:, 0], axis=-1).astype(jnp.int32)
+        token = draw(target.logits(last)[:, 0], sampling, keys=keys, places=rows.lengths - rows.prompts)
         cache = step.keep(jnp.where(rows.done, 0, 1))
         return token, cache, rows.append(token[:, None], one, stop=stops, limit=max_new_tokens)
 

@@ -2,8 +2,8 @@
 
     step 120/2000  epoch 0.52/6  loss 3.21  accept 1.42  12.3 ktok/s  eta 5:31
 
-Both are made from completed lines of train_log.jsonl and go to standard error, as does the bar over a target's
-weights while they are loaded.
+Both are made from completed lines of train_log.jsonl and go to standard error, as do the bar over a target's
+weights while they are loaded, the one over source files while they are tokenised, and the one over answers.
 """
 
 import math
@@ -107,6 +107,98 @@ class Loading:
         """Take in that more bytes were loaded."""
         if self._bar is not None:
             self._bar.update(loaded_bytes)
+
+
+class Preparing:
+    """Shows how much of the source files is tokenised; give `add` to `prepare_records`.
+
+    Speeds are counted from the first bytes on: these come after the workers' start, and with them those that an
+    earlier run has done. interval_s: seconds between plain lines.
+    """
+
+    def __init__(self, total_bytes: int, *, interval_s: float = 15.0):
+        self._total_bytes, self._interval_s = total_bytes, interval_s
+        self._bytes, self._tokens = 0, 0
+        self._first: tuple[float, int, int] | None = None  # seconds, bytes and tokens at the first call
+        self._next_s = time.monotonic() + interval_s
+        look = "{desc}  {n_fmt}B/{total_fmt}B {bar} {percentage:.0f}%{postfix}"
+        self._bar = _bar(look, total_bytes, desc="tokenised", unit_scale=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, done_bytes: int, tokens: int) -> None:
+        """Take in that so many more bytes are done, and how many tokens they gave."""
+        self._bytes, self._tokens = self._bytes + done_bytes, self._tokens + tokens
+        now_s = time.monotonic()
+        if self._first is None:
+            self._first = (now_s, self._bytes, self._tokens)
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._speed(now_s), refresh=False)
+            self._bar.update(done_bytes)
+        elif now_s >= self._next_s:
+            done, total = (tqdm.tqdm.format_sizeof(count, "B") for count in (self._bytes, self._total_bytes))
+            percent = 100 * self._bytes / self._total_bytes
+            print(f"tokenised {done}/{total}  {percent:.0f}%  {self._speed(now_s)}", file=sys.stderr, flush=True)
+            self._next_s = now_s + self._interval_s
+
+    def _speed(self, now_s: float) -> str:
+        assert self._first is not None
+        first_s, first_bytes, first_tokens = self._first
+        seconds, read = now_s - first_s, self._bytes - first_bytes
+        if not seconds or not read:
+            return "eta -"
+        eta_s = (self._total_bytes - self._bytes) * seconds / read
+        return f"{_rate((self._tokens - first_tokens) / seconds)}  eta {_duration(eta_s)}"
+
+
+class Answering:
+    """Shows how many answers a target has given; those that an earlier run got are there from the start.
+
+    conversations, answers: wanted in all; done, settled: how many of each are there, or not wanted any more.
+    interval_s: seconds between plain lines.
+    """
+
+    def __init__(self, conversations: int, answers: int, *, done: int, settled: int, interval_s: float = 15.0):
+        self._conversations, self._answers, self._interval_s = conversations, answers, interval_s
+        self._done, self._settled, self._before, self._tokens = done, settled, settled, 0
+        self._start_s = time.monotonic()
+        self._next_s = self._start_s + interval_s
+        look = "answered {n_fmt}/{total_fmt} {bar} {percentage:.0f}%{postfix}"
+        self._bar = _bar(look, answers, initial=settled)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        else:
+            self._print()
+
+    def add(self, *, conversations: int, answers: int, tokens: int) -> None:
+        """Take in how many more of each are settled, and how many tokens were generated."""
+        self._done, self._settled = self._done + conversations, self._settled + answers
+        self._tokens += tokens
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._figures(), refresh=False)
+            self._bar.update(answers)
+        elif time.monotonic() >= self._next_s:
+            self._print()
+            self._next_s = time.monotonic() + self._interval_s
+
+    def _print(self) -> None:
+        print(f"answered {self._settled}/{self._answers}  {self._figures()}", file=sys.stderr, flush=True)
+
+    def _figures(self) -> str:
+        seconds, fresh = max(time.monotonic() - self._start_s, 1e-9), self._settled - self._before
+        eta_s = (self._answers - self._settled) * seconds / fresh if fresh else math.inf
+        conversations = f"conversations {self._done}/{self._conversations}"
+        return f"{conversations}  {_rate(self._tokens / seconds)}  eta {_duration(eta_s)}"
 
 
 def _bar(look: str, total: int, **options: Any) -> tqdm.tqdm | None:

@@ -8,6 +8,8 @@ over the end of the text; the slots past it carry no label.
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.batch import Batch
+
 
 def valid_anchors(loss_mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """[B, S] bool: positions where a block may start. loss_mask: [B, S] bool; segment_ids: [B, S], 0 = pad."""
@@ -16,26 +18,32 @@ def valid_anchors(loss_mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
     return jnp.pad(pair, ((0, 0), (0, 1)))
 
 
-def row_keys(seed: int, epochs: jax.Array, record_ids: jax.Array) -> jax.Array:
-    """One random key per row [B], a function of (seed, epoch, record id) alone.
+def token_keys(seed: int, batch: Batch) -> jax.Array:
+    """One random key per token [B, S], a function of (seed, pass, record, position in the record) alone.
 
-    So a row's anchors do not depend on the batch, the mesh or the host that it is on, and nothing random
-    has to be saved.
+    So what is drawn for a record does not depend on the batch, the row, the mesh or the host that it is on, and
+    nothing random has to be saved.
     """
     key = jax.random.key(seed)
-    return jax.vmap(lambda epoch, record: jax.random.fold_in(jax.random.fold_in(key, epoch), record))(
-        epochs, record_ids
-    )
+    # Padding takes the key of some record; nothing is ever drawn for it.
+    records = jnp.take_along_axis(batch.record_ids, jnp.maximum(batch.segment_ids - 1, 0), axis=1)
+
+    def one(epoch: jax.Array, record: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, epoch), record), position)
+
+    of_row = jax.vmap(one, in_axes=(None, 0, 0))
+    return jax.vmap(of_row)(batch.epochs, records, batch.positions)
 
 
 def draw_anchors(keys: jax.Array, valid: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Draw up to `count` anchors per row, uniformly and without replacement.
 
-    keys: [B]; valid: [B, S] bool. Returns anchors [B, A] int32, ascending, and kept [B, A] bool; A is `count`,
-    and entries that are not kept (rows with fewer valid positions) hold 0.
+    keys: [B, S]; valid: [B, S] bool. Returns anchors [B, A] int32, ascending, and kept [B, A] bool; A is `count`,
+    and entries that are not kept (rows with fewer valid positions) hold 0. A packed row's anchors fall on its
+    records in proportion to their valid positions.
     """
     width = valid.shape[1]
-    scores = jax.vmap(lambda key: jax.random.uniform(key, (width,)))(keys)
+    scores = jax.vmap(jax.vmap(jax.random.uniform))(keys)
     scores = jnp.where(valid, scores, -1.0)
     if count > width:
         scores = jnp.pad(scores, ((0, 0), (0, count - width)), constant_values=-1.0)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-NOISE = 1  # folded into a row's key for its noise; anchors use the key itself
+NOISE = 1  # folded into a token's key for its noise; anchors use the key itself
 
 NoiseSchedule = Callable[[jax.typing.ArrayLike], jax.Array]  # step -> standard deviation
 
@@ -28,7 +28,10 @@ def noise_schedule(*, peak: float, end: float, warmup: float, shape: str, steps:
 
 
 def with_noise(keys: jax.Array, features: jax.Array, std: jax.Array) -> jax.Array:
-    """features [B, S, T * E] plus noise that only depends on a row's key [B] and its positions."""
-    keys = jax.vmap(lambda key: jax.random.fold_in(key, NOISE))(keys)
-    noise = jax.vmap(lambda key, row: jax.random.normal(key, row.shape, jnp.float32))(keys, features)
+    """features [B, S, T * E] plus noise that only depends on a token's key [B, S]."""
+
+    def one(key: jax.Array) -> jax.Array:
+        return jax.random.normal(jax.random.fold_in(key, NOISE), features.shape[-1:], jnp.float32)
+
+    noise = jax.vmap(jax.vmap(one))(keys)
     return (features + std * noise).astype(features.dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from dflash_jax.batch import Batch
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.objective.acceptance import Acceptance, acceptance, walk
-from dflash_jax.objective.anchors import block_labels, draw_anchors, row_keys, valid_anchors
+from dflash_jax.objective.anchors import block_labels, draw_anchors, token_keys, valid_anchors
 from dflash_jax.objective.head import Head, HeadResult, Rule, Slots, head_loss
 from dflash_jax.objective.head_sample import Draw, HeadSample
 from dflash_jax.objective.noise import with_noise
@@ -165,7 +165,7 @@ def block_loss(
     added to the features, and to nothing else.
     """
     valid = valid_anchors(batch.loss_mask, batch.segment_ids)
-    keys = row_keys(seed, batch.epochs, batch.record_ids)
+    keys = token_keys(seed, batch)
     anchors, kept = draw_anchors(keys, valid, anchor_count)
     if noise_std is not None:
         states = states._replace(features=with_noise(keys, states.features, noise_std))

@@ -18,7 +18,7 @@ from dflash_jax.published import gguf, hub_folder, tensor_names
 from dflash_jax.published.config_json import Fields, text_fields
 from dflash_jax.published.families import llama, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from dflash_jax.published.stored import Stored
-from dflash_jax.published.weights import Place, fill
+from dflash_jax.published.weights import Place, fill, names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +80,6 @@ class TargetFiles:
             raise UserError(f"{self.path}: the model's configuration lacks {error}") from None
         except UserError as error:
             raise UserError(f"{self.path}: {error}") from None
-
-    @property
-    def end_tokens(self) -> set[int]:
-        """Tokens that end an answer: of the configuration, and of generation_config.json where there is one."""
-        places = (self.fields, text_fields(self.fields), hub_folder.read_generation(self.path))
-        named = [place.get("eos_token_id") for place in places]
-        listed = (item if isinstance(item, list) else [item] for item in named if item is not None)
-        return {token for tokens in listed for token in tokens}
 
     @property
     def family(self) -> Family:
@@ -155,3 +147,13 @@ class TargetFiles:
             place=self.place,
             on_bytes=on_bytes,
         )
+
+    def load_some(self, abstract: nnx.State, shardings: nnx.State) -> nnx.State:
+        """`load` for the parameters in `abstract` alone, a part of the model; no other tensor is read."""
+        wanted = names(abstract)
+
+        def place(name: str) -> Place | None:
+            found = self.place(name)
+            return found if found is not None and found.name in wanted else None
+
+        return fill(abstract, self.tensors(), shardings=shardings, source=str(self.path), place=place)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from dflash_jax.data.loader import batches
+from dflash_jax.batches.loader import batches
 from dflash_jax.dataset import Dataset
 from dflash_jax.objective.objective import Frozen, LossSums
 from dflash_jax.training.features import Featured, FeatureSource

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.batch import Batch
+from dflash_jax.batches.plan import BatchPlan
 from dflash_jax.config import Recipe
 from dflash_jax.monitor.run_log import RunLog
 from dflash_jax.objective.objective import Frozen
@@ -25,13 +26,12 @@ from dflash_jax.training.state import TrainState
 @dataclasses.dataclass(frozen=True)
 class Progression:
     """Where a run stands and ends. step, cursor: optimizer steps and batches done; steps: the last step;
-    epochs: passes over the data that the steps amount to."""
+    plan: its batches, over as many passes as the steps amount to."""
 
     step: int
     cursor: int
     steps: int
-    epochs: int
-    batches_per_epoch: int
+    plan: BatchPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def run_steps(
         state, metrics = programs.step(state, [item.featured for item in group], frozen)
         step, cursor = step + 1, group[-1].cursor
         now = time.perf_counter()
-        described = _described(group, recipe, at)
+        described = _described(group, at.plan)
         timing = {
             "tokens_s": described["tokens"] / (now - before),
             "step_s": now - before,
@@ -119,7 +119,7 @@ def _groups(items: Iterator[Arrived], size: int) -> Iterator[list[Arrived]]:
         yield group
 
 
-def _described(group: list[Arrived], recipe: Recipe, at: Progression) -> dict[str, Any]:
+def _described(group: list[Arrived], plan: BatchPlan) -> dict[str, Any]:
     """What a step trained on, for its log line."""
     hosts = [item.host for item in group]
     tokens = sum(int((host.segment_ids > 0).sum()) for host in hosts)
@@ -127,13 +127,14 @@ def _described(group: list[Arrived], recipe: Recipe, at: Progression) -> dict[st
     lengths = [host.tokens.shape[1] for host in hosts]
     ids = np.concatenate([host.record_ids for host in hosts])
     return {
-        "epoch": group[-1].cursor / at.batches_per_epoch,
-        "epochs": at.epochs,
+        "epoch": group[-1].cursor / plan.batches_per_epoch,
+        "epochs": plan.epochs,
         "tokens": tokens,
-        "rows": int((ids >= 0).sum()),
+        "rows": int((ids[:, 0] >= 0).sum()),
+        "sequences": int((ids >= 0).sum()),
         "records": hashlib.sha256(ids.tobytes()).hexdigest()[:16],
         "seq_len": max(lengths),
-        "bucket": recipe.data.buckets.index(max(lengths)),
+        "bucket": plan.edges.index(max(lengths)),
         "padding": 1.0 - tokens / room,
         "recalled": sum(item.featured.recalled for item in group) / len(group),
         "data_wait_s": sum(item.wait_s for item in group),
