@@ -1,7 +1,8 @@
 """Train a drafter: ``python -m dflash_jax.train recipe=NAME [mesh=NAME] [out=DIR] [key.sub=value ...]``.
 
 The run directory holds recipe.yaml (as resolved), train_log.jsonl, eval_log.jsonl, tensorboard/, checkpoints/,
-data/ (tokenised records) and, after an evaluation, report/. Given again, the same command continues the run.
+data/ (tokenised records), features/ (with data.features=hybrid or cached) and, after an evaluation, report/. Given
+again, the same command continues the run.
 """
 
 import contextlib

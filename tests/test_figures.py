@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tool_files
 
 from dflash_jax import plan as entry
 from dflash_jax.batches.figures import plan_figures, without_buckets
@@ -69,3 +70,14 @@ def test_what_are_not_lengths_is_refused(tmp_path, content, message):
 def test_what_are_not_buckets_is_refused(tmp_path, buckets):
     with pytest.raises(UserError, match=r"data\.buckets"):
         entry.main([f"data={tmp_path / 'absent.npy'}", f"buckets={buckets}"])
+
+
+def test_the_plan_benchmark_has_the_shape_of_the_real_run(monkeypatch, capsys):
+    bench = tool_files.load("bench_plan")
+    lengths = bench.real_lengths(bench.RECORDS)
+    assert (len(lengths), lengths.min(), lengths.max()) == (902_087, 64, 8192)
+    assert np.mean(lengths <= 770) == pytest.approx(0.173, abs=0.002)
+    assert np.mean(lengths > 3296) == pytest.approx(0.202, abs=0.002)
+    monkeypatch.setattr(bench, "RECORDS", 3000)
+    assert bench.main(["buckets=[1024,8192]"]) == 0
+    assert "peak memory" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """The command `prepare`: what it prints, what it refuses before any work, and its benchmark."""
 
-import importlib.util
 import json
 import pathlib
 import re
@@ -9,6 +8,7 @@ import sys
 
 import pytest
 import tiny_runs
+import tool_files
 
 from dflash_jax import prepare
 from dflash_jax.data.records import Records
@@ -154,10 +154,7 @@ def test_the_command_which_each_worker_imports_is_light():
 
 
 def test_the_benchmark_compares_with_the_tokenizer_alone(tmp_path, target, capsys):
-    spec = importlib.util.spec_from_file_location("bench_prepare", ROOT / "tools" / "bench_prepare.py")
-    bench = importlib.util.module_from_spec(spec)
-    sys.modules["bench_prepare"] = bench  # dataclasses look their module up
-    spec.loader.exec_module(bench)
+    bench = tool_files.load("bench_prepare")
     file = tiny_runs.write_conversations(tmp_path / "a.jsonl", 7, seed=1)
     assert bench.main([f"target={target}", f"input={file}", "rows=20", "workers=1"]) == 0
     alone, small, large, difference = capsys.readouterr().out.splitlines()

@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 
 import pytest
 import tiny_runs
+import tool_files
 
 from dflash_jax import prepare, train
 from dflash_jax.data.records import Records
@@ -27,7 +29,7 @@ def without_times(line):
 
 
 def test_a_prepared_folder_trains_as_its_conversations_do(recipe):
-    short = ["train.steps=4", "eval.every=0"]
+    short = ["train.steps=2", "eval.every=0"]
     assert train.main(recipe.arguments("raw", *short)) == 0
     folder = recipe.root / "prepared"
     given = [f"target={recipe.root / 'target'}", f"input={recipe.root / 'train.jsonl'}", f"output={folder}"]
@@ -35,7 +37,7 @@ def test_a_prepared_folder_trains_as_its_conversations_do(recipe):
     assert train.main(recipe.arguments("folder", f"data.train={folder}", *short)) == 0
     assert not (recipe.root / "folder" / "data").exists()
     raw, prepared = (list(map(without_times, lines_of(recipe, out))) for out in ("raw", "folder"))
-    assert len(raw) == 4
+    assert len(raw) == 2
     assert raw == prepared
 
 
@@ -58,7 +60,7 @@ def test_packed_rows_train_on_every_record_once_a_pass(recipe):
 
 
 def test_buckets_that_are_found_fit_the_data(recipe, capsys):
-    assert train.main(recipe.arguments("auto", "data.buckets=auto:2", "train.steps=3", "eval.every=0")) == 0
+    assert train.main(recipe.arguments("auto", "data.buckets=auto:2", "train.steps=1", "eval.every=0")) == 0
     lengths = Records.open(recipe.root / "auto" / "data" / "train").lengths
     assert f"x {lengths.max()} tokens" in capsys.readouterr().out
     assert max(line["seq_len"] for line in lines_of(recipe, "auto")) <= lengths.max()
@@ -99,3 +101,12 @@ def test_bad_data_is_refused_before_anything_is_loaded(recipe, arguments, messag
     with pytest.raises(UserError, match=message):
         train.main(recipe.arguments("bad", *arguments))
     assert not (recipe.root / "bad" / "checkpoints").exists()
+
+
+def test_the_loader_benchmark_reads_the_batches_of_a_run(recipe, capsys):
+    assert train.main(recipe.arguments("timed", "train.steps=2", "eval.every=0")) == 0
+    bench = tool_files.load("bench_loader")
+    assert bench.main([f"run={recipe.root / 'timed'}", "batches=200"]) == 0
+    shown = re.search(r"read (\S+) tokens/s, trained (\S+) tokens/s: (\d+) times as fast", capsys.readouterr().out)
+    assert shown is not None
+    assert float(shown[1]) / float(shown[2]) == pytest.approx(int(shown[3]), rel=0.05, abs=1)
