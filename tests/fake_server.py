@@ -85,26 +85,25 @@ class FakeServer:
             self.times.append(time.monotonic())
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
-        try:
-            time.sleep(self.delay_s)
-            trouble = self.trouble(request, before)
-            if trouble == "hang up":
-                return
-            if trouble == "half":
-                handler.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n{")
-                return
-            if trouble == "stall":
-                time.sleep(0.6)
-                return
-            if trouble is not None:
-                send(handler, *trouble)
-                return
-            with self.lock:
-                self.answered[said] += 1
-            send(handler, 200, {}, (self.respond or completion)(request))
-        finally:
-            with self.lock:
-                self._at_once -= 1
+        time.sleep(self.delay_s)
+        trouble = self.trouble(request, before)
+        with self.lock:
+            # Before anything is sent: the client may ask again before this thread goes on.
+            self._at_once -= 1
+        if trouble == "hang up":
+            return
+        if trouble == "half":
+            handler.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n{")
+            return
+        if trouble == "stall":
+            time.sleep(0.6)
+            return
+        if trouble is not None:
+            send(handler, *trouble)
+            return
+        with self.lock:
+            self.answered[said] += 1
+        send(handler, 200, {}, (self.respond or completion)(request))
 
 
 def completion(request: Request, *, ending: str = "stop", **message: Any) -> Request:

@@ -17,12 +17,10 @@ OVERSIZED = b"\0oversized"  # stands for a text that was too long to keep; no JS
 # Lists and objects inside one another. What Python itself can read depends on how deep its stack is already.
 DEEPEST = 200
 
-# On bytes without escapes, see _without_escapes. _INSIDE passes over whole values, up to lists of flat objects.
-_FLAT = rb'[^"{}\[\]]++|"[^"]*+"'
-_NESTED = rb"%b|[\[{](?:%b)*+[}\]]"
-_INSIDE = re.compile(rb"(?:%b)*+" % (_NESTED % (_FLAT, _NESTED % (_FLAT, _FLAT))))
-_BETWEEN = re.compile(rb'[^"{}\[\],]*+')
-_QUOTED = re.compile(rb'[^"]*+')
+# On bytes without escapes, see _without_escapes. Nothing is demanded after a loop, so that none is ever retried.
+_INSIDE = re.compile(rb'(?:[^"{}\[\]]+|"[^"]*")*')
+_BETWEEN = re.compile(rb'[^"{}\[\],]*')
+_QUOTED = re.compile(rb'[^"]*')
 _QUOTE, _COMMA, _CLOSING, _OPENING = b'"', b",", b"]}", b"[{"
 
 
