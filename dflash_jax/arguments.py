@@ -113,12 +113,15 @@ def describe(schema: type) -> str:
     return "\n".join(lines)
 
 
-def run_entry_point(main: Callable[[list[str]], int | None]) -> None:
+def run_entry_point(main: Callable[[list[str]], int | None], *, usage: str, schema: type) -> None:
     """Run `main(arguments)` as a process: a UserError is one line on stderr and exit status 2.
 
-    `debug=true` among the arguments lets the traceback through.
+    --help prints the usage and the keys of the schema instead. `debug=true` lets the traceback through.
     """
     arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print(f"{usage}\n{describe(schema)}")
+        sys.exit(0)
     debug = "debug=true" in arguments
     try:
         sys.exit(main([argument for argument in arguments if argument not in ("debug=true", "debug=false")]))

@@ -31,6 +31,12 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def template_arguments() -> Any:
+    """The field `template` of everything that renders conversations."""
+    meaning = "arguments of the target's chat template, such as template.enable_thinking=false"
+    return dataclasses.field(default_factory=dict, metadata={"meaning": meaning})
+
+
 @dataclasses.dataclass(frozen=True)
 class TargetSection:
     """The frozen model whose decoding is to be sped up."""
@@ -111,10 +117,7 @@ class DataSection:
 
     train: str = option(MISSING, "what to train on: a file of conversations, or a folder that `prepare` wrote")
     heldout: str | None = option(None, "what is never trained on: a file or a folder, like `train`")
-    template: dict[str, Any] = dataclasses.field(
-        default_factory=dict,
-        metadata={"meaning": "arguments of the target's chat template, such as template.enable_thinking=false"},
-    )
+    template: dict[str, Any] = template_arguments()
     last_turn_only: bool = option(False, "train on the last answer of each conversation only")
     max_length: int = option(8192, "tokens of a record; longer conversations are cut where an answer ends", low=2)
     buckets: Any = option(
@@ -211,10 +214,7 @@ class PrepareConfig:
     target: str = option(MISSING, "model folder, .gguf file, or package:NAME/FILE inside a Python package")
     input: str = option(MISSING, "files of conversations: paths, patterns or folders, separated by commas")
     output: str | None = option(None, "folder to write; may only be left out with `inspect`")
-    template: dict[str, Any] = dataclasses.field(
-        default_factory=dict,
-        metadata={"meaning": "arguments of the target's chat template, such as template.enable_thinking=false"},
-    )
+    template: dict[str, Any] = template_arguments()
     last_turn_only: bool = option(False, "train on the last answer of each conversation only")
     max_length: int = option(8192, "tokens of a record", low=2)
     too_long: str = option(
@@ -247,10 +247,7 @@ class RegenerateConfig:
     target: str | None = option(None, "model folder, .gguf file or package:NAME/FILE; not needed with `server`")
     prompts: str = option(MISSING, "file of conversations; each user turn without an answer gets one")
     output: str = option(MISSING, "JSONL file to write, with the answers added")
-    template: dict[str, Any] = dataclasses.field(
-        default_factory=dict,
-        metadata={"meaning": "arguments of the target's chat template, such as template.enable_thinking=false"},
-    )
+    template: dict[str, Any] = template_arguments()
     temperature: float = option(0.0, "0: greedy", low=0.0)
     top_p: float = option(1.0, "sample from the smallest set of tokens with this probability", low=1e-6, high=1.0)
     top_k: int = option(0, "sample from so many tokens; 0: from all", low=0)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from dflash_jax.arguments import build, describe, find_named, parse_assignments, read_yaml, run_entry_point
+from dflash_jax.arguments import build, find_named, parse_assignments, read_yaml, run_entry_point
 from dflash_jax.config import EvaluateConfig, MeshLayout, Recipe
 from dflash_jax.data.records import Records
 from dflash_jax.dataset import heldout_data, is_prepared, open_records
@@ -44,14 +44,10 @@ TIE = {"float32": 1e-3, "bfloat16": 0.25}
 USAGE = """\
 usage: python -m dflash_jax.evaluate run=DIR [step=latest|N] [mesh=NAME|FILE] [debug=true] [key=value ...]
 
-keys, with type, default and meaning:
-"""
+keys, with type, default and meaning:"""
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE + describe(EvaluateConfig))
-        return 0
     config = build(EvaluateConfig, [("command line", parse_assignments(arguments))])
     run = pathlib.Path(config.run)
     if not (run / "recipe.yaml").is_file():
@@ -182,4 +178,4 @@ def teacher_forced(
 
 
 if __name__ == "__main__":
-    run_entry_point(main)
+    run_entry_point(main, usage=USAGE, schema=EvaluateConfig)

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from dflash_jax.arguments import build, describe, parse_assignments, run_entry_point
+from dflash_jax.arguments import build, parse_assignments, run_entry_point
 from dflash_jax.batches.buckets import choose_edges, fits, parse_buckets, rows_per_batch
 from dflash_jax.batches.figures import PlanFigures, plan_figures, without_buckets
 from dflash_jax.batches.interleave import longest_runs
@@ -23,14 +23,10 @@ COUNTS = (4, 6, 8, 12, 16, 24, 32)  # of buckets to compare
 USAGE = """\
 usage: python -m dflash_jax.plan data=DIR|LENGTHS.npy [debug=true] [key=value ...]
 
-keys, with type, default and meaning:
-"""
+keys, with type, default and meaning:"""
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE + describe(PlanConfig))
-        return 0
     config = build(PlanConfig, [("command line", parse_assignments(arguments))])
     buckets = parse_buckets(config.buckets)
     lengths = read_lengths(config.data)
@@ -128,4 +124,4 @@ def _compared(name: str, figures: PlanFigures, ideal: PlanFigures) -> str:
 
 
 if __name__ == "__main__":
-    run_entry_point(main)
+    run_entry_point(main, usage=USAGE, schema=PlanConfig)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dflash_jax.arguments import build, describe, parse_assignments, run_entry_point
+from dflash_jax.arguments import build, parse_assignments, run_entry_point
 from dflash_jax.chat.show import show
 from dflash_jax.chat.tokenizer import load_tokenizer
 from dflash_jax.config import PrepareConfig
@@ -33,14 +33,10 @@ USAGE = """\
 usage: python -m dflash_jax.prepare target=PATH input=FILES output=DIR [debug=true] [key=value ...]
        python -m dflash_jax.prepare target=PATH input=FILES inspect=N
 
-keys, with type, default and meaning:
-"""
+keys, with type, default and meaning:"""
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE + describe(PrepareConfig))
-        return 0
     config = build(PrepareConfig, [("command line", parse_assignments(arguments))])
     if config.output is None and not config.inspect:
         raise UserError("output: name the folder to write, or say inspect=N to look at N conversations first")
@@ -142,4 +138,4 @@ def first_examples(records: Records, reasons: set[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run_entry_point(main)
+    run_entry_point(main, usage=USAGE, schema=PrepareConfig)

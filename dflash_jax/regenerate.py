@@ -31,7 +31,7 @@ from dflash_jax.answering.generation import Generation
 from dflash_jax.answering.journal import Answer, Journal
 from dflash_jax.answering.server import Server
 from dflash_jax.answering.spelling import as_message
-from dflash_jax.arguments import build, describe, find_named, parse_assignments, read_yaml, run_entry_point
+from dflash_jax.arguments import build, find_named, parse_assignments, read_yaml, run_entry_point
 from dflash_jax.chat.chat import Chat
 from dflash_jax.config import MeshLayout, RegenerateConfig
 from dflash_jax.errors import UserError
@@ -52,8 +52,7 @@ USAGE = """\
 usage: python -m dflash_jax.regenerate target=PATH prompts=FILES output=FILE [debug=true] [key=value ...]
        python -m dflash_jax.regenerate server=URL prompts=FILES output=FILE [target=PATH] [key=value ...]
 
-keys, with type, default and meaning:
-"""
+keys, with type, default and meaning:"""
 
 
 class Fill(Protocol):
@@ -75,9 +74,6 @@ class Source:
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE + describe(RegenerateConfig))
-        return 0
     config = build(RegenerateConfig, [("command line", parse_assignments(arguments))])
     check_arguments(config)
     files = find_files(config.prompts)
@@ -260,4 +256,4 @@ def print_end(output: pathlib.Path, counts: Mapping[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    run_entry_point(main)
+    run_entry_point(main, usage=USAGE, schema=RegenerateConfig)

@@ -14,7 +14,7 @@ import jax
 from omegaconf import OmegaConf
 
 from dflash_jax import resolve
-from dflash_jax.arguments import build, describe, find_named, parse_assignments, read_yaml, run_entry_point
+from dflash_jax.arguments import build, find_named, parse_assignments, read_yaml, run_entry_point
 from dflash_jax.batches.figures import plan_figures
 from dflash_jax.batches.loader import HostShare, Reading, batches
 from dflash_jax.config import MeshLayout, PipelineSection, Recipe
@@ -42,14 +42,10 @@ usage: python -m dflash_jax.train recipe=NAME|FILE [mesh=NAME|FILE] [out=DIR] [r
 recipe  a name in recipes/ or a YAML file with any of the keys below
 resume  auto: continue the run in out= if there is one; never: refuse an existing run; STEP: from that checkpoint
 
-keys, with type, default and meaning:
-"""
+keys, with type, default and meaning:"""
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE + describe(Recipe))
-        return 0
     recipe, resume = read_arguments(arguments)
     file = find_named("meshes", recipe.mesh, key="mesh")
     layout = build(MeshLayout, [(str(file), read_yaml(file))])
@@ -180,4 +176,4 @@ def print_start(experiment: Experiment, data: Dataset, *, steps: int, parameters
 
 
 if __name__ == "__main__":
-    run_entry_point(main)
+    run_entry_point(main, usage=USAGE, schema=Recipe)

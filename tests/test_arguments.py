@@ -13,7 +13,7 @@ from dflash_jax.arguments import (
     read_yaml,
     run_entry_point,
 )
-from dflash_jax.config import MeshLayout, Recipe
+from dflash_jax.config import MeshLayout, PrepareConfig, Recipe
 from dflash_jax.errors import UserError
 
 REQUIRED = ["target.path=model", "data.train=train.jsonl", "mesh=one", "out=runs/a"]
@@ -281,17 +281,27 @@ def test_an_entry_point_reports_a_users_error_in_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr("sys.argv", ["train", "a=1"])
     with pytest.raises(SystemExit) as status:
-        run_entry_point(refuse)
+        run_entry_point(refuse, usage="usage", schema=Recipe)
     assert status.value.code == 2
     assert capsys.readouterr().err == "error: bad thing ['a=1']\n"
 
     monkeypatch.setattr("sys.argv", ["train", "debug=true", "a=1"])
     with pytest.raises(UserError, match=r"\['a=1'\]"):
-        run_entry_point(refuse)
+        run_entry_point(refuse, usage="usage", schema=Recipe)
 
 
 def test_an_entry_point_passes_its_status_on(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train", "a=1"])
     with pytest.raises(SystemExit) as status:
-        run_entry_point(lambda arguments: len(arguments))
+        run_entry_point(lambda arguments: len(arguments), usage="usage", schema=Recipe)
     assert status.value.code == 1
+
+
+def test_help_is_the_usage_and_the_keys(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["prepare", "no assignment", "--help"])
+    with pytest.raises(SystemExit) as status:
+        run_entry_point(lambda arguments: 7, usage="how to use it", schema=PrepareConfig)
+    assert status.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("how to use it\n")
+    assert "inspect=0  (int)" in shown

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import failing
 import numpy as np
 import pytest
 import tiny_runs
@@ -166,16 +167,8 @@ def test_a_killed_run_continues_to_the_same_bytes(
 ):
     whole, directory = tmp_path / "whole", tmp_path / "data"
     prepare_records(files, whole, preparation=preparation)
-    left, original = [None] * calls, getattr(place, name)
-
-    def killed(*arguments, **more):
-        if not left:
-            raise Killed
-        left.pop()
-        return original(*arguments, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(place, name, killed)
+        patch.setattr(place, name, failing.after(calls, getattr(place, name), Killed()))
         with pytest.raises(Killed):
             prepare_records(files, directory, preparation=preparation)
     assert (tmp_path / "data.partial").is_dir()

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 
+import failing
 import pytest
 import tiny_runs
 
@@ -69,16 +70,8 @@ def test_rows_of_which_none_can_be_used(tmp_path, preparation):
 def test_a_full_disk_is_named_and_the_command_continues(
     tmp_path, file, preparation, monkeypatch, place, name, calls, fault
 ):
-    left, original = [None] * calls, getattr(place, name)
-
-    def full(*arguments, **more):
-        if not left:
-            raise fault
-        left.pop()
-        return original(*arguments, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(place, name, full)
+        patch.setattr(place, name, failing.after(calls, getattr(place, name), fault))
         with pytest.raises(UserError, match=rf"Cannot write to \S*data.partial: .*{str(fault)[-20:]}.*continues"):
             prepare_records([file], tmp_path / "data", preparation=preparation)
     prepare_records([file], tmp_path / "data", preparation=preparation)

@@ -248,3 +248,17 @@ def test_digest_of_the_stored_bytes(tmp_path):
     assert content_digest(tmp_path / "a.jsonl") == hashlib.sha256(b"stored\r\n").hexdigest()
     with pytest.raises(UserError, match="cannot be read: No such file"):
         content_digest(tmp_path / "none.jsonl")
+
+
+def test_what_pyarrow_cannot_read_is_refused_with_a_remedy(tmp_path, monkeypatch):
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "response": ["b"]}), file)
+
+    def unsupported(*_, **__):
+        raise pa.ArrowNotImplementedError("Unhandled type")
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", unsupported)
+    ((number, unused),) = [found for part in read_parts([file]) for found in rows_of(part)]
+    assert number == 1
+    assert unused.reason == "broken file"
+    assert "cannot read this kind of content (Unhandled type); write the file anew" in unused.detail

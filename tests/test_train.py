@@ -12,7 +12,6 @@ import time
 import jax
 import numpy as np
 import pytest
-import tiny_runs
 
 from dflash_jax import evaluate, train
 from dflash_jax.arguments import build, find_named, read_yaml
@@ -28,12 +27,6 @@ from dflash_jax.training.optim import learning_rate, make_optimizer
 from dflash_jax.training.programs import make_programs
 
 CLOCK = {"step_s", "elapsed_s", "eta_s", "tokens_s", "data_wait_s", "recalled"}
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory) -> tiny_runs.TinyRecipe:
-    root = tmp_path_factory.mktemp("runs")
-    return tiny_runs.save_recipe(root, tiny_runs.save_chat_llama(root / "llama"))
 
 
 @pytest.fixture(scope="module")

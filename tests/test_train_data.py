@@ -14,12 +14,6 @@ from dflash_jax.errors import UserError
 from dflash_jax.monitor.json_lines import read_lines
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    return tiny_runs.save_recipe(root, tiny_runs.save_chat_llama(root / "target"))
-
-
 def lines_of(recipe, out):
     return list(read_lines(recipe.root / out / "train_log.jsonl"))
 
@@ -32,7 +26,7 @@ def test_a_prepared_folder_trains_as_its_conversations_do(recipe):
     short = ["train.steps=2", "eval.every=0"]
     assert train.main(recipe.arguments("raw", *short)) == 0
     folder = recipe.root / "prepared"
-    given = [f"target={recipe.root / 'target'}", f"input={recipe.root / 'train.jsonl'}", f"output={folder}"]
+    given = [f"target={recipe.root / 'llama'}", f"input={recipe.root / 'train.jsonl'}", f"output={folder}"]
     assert prepare.main(given) == 0
     assert train.main(recipe.arguments("folder", f"data.train={folder}", *short)) == 0
     assert not (recipe.root / "folder" / "data").exists()

@@ -56,12 +56,6 @@ def compiled_once(tmp_path_factory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory) -> tiny_runs.TinyRecipe:
-    root = tmp_path_factory.mktemp("runs")
-    return tiny_runs.save_recipe(root, tiny_runs.save_chat_llama(root / "llama"))
-
-
-@pytest.fixture(scope="module")
 def online(recipe) -> pathlib.Path:
     """A run whose target computes every batch."""
     return trained(recipe, "online")

@@ -11,7 +11,7 @@ import pathlib
 import statistics
 import time
 
-from dflash_jax.arguments import build, describe, find_named, parse_assignments, read_yaml, run_entry_point
+from dflash_jax.arguments import build, find_named, parse_assignments, read_yaml, run_entry_point
 from dflash_jax.batches.loader import Reading, batches
 from dflash_jax.config import MISSING, MeshLayout, Recipe, option
 from dflash_jax.dataset import open_records, training_data
@@ -29,9 +29,6 @@ class BenchConfig:
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(f"{__doc__}\n{describe(BenchConfig)}")
-        return 0
     config = build(BenchConfig, [("command line", parse_assignments(arguments))])
     run = pathlib.Path(config.run)
     recipe = build(Recipe, [(str(run / "recipe.yaml"), read_yaml(run / "recipe.yaml") | {"out": config.run})])
@@ -57,4 +54,4 @@ def read_speed(recipe: Recipe, run: pathlib.Path, *, count: int) -> float:
 
 
 if __name__ == "__main__":
-    run_entry_point(main)
+    run_entry_point(main, usage=__doc__, schema=BenchConfig)

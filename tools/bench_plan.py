@@ -14,6 +14,7 @@ import numpy as np
 
 from dflash_jax import plan
 from dflash_jax.arguments import run_entry_point
+from dflash_jax.config import PlanConfig
 
 RECORDS = 902_087
 BORDERS = (63, 770, 1216, 1728, 2432, 3296, 8192)
@@ -42,4 +43,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_entry_point(main)
+    run_entry_point(main, usage=__doc__, schema=PlanConfig)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dflash_jax.arguments import build, describe, parse_assignments, run_entry_point
+from dflash_jax.arguments import build, parse_assignments, run_entry_point
 from dflash_jax.chat.tokenizer import load_tokenizer
 from dflash_jax.config import MISSING, option
 from dflash_jax.data.records import Records
@@ -65,9 +65,6 @@ class Measured:
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(f"{__doc__}\n{describe(BenchConfig)}")
-        return 0
     config = build(BenchConfig, [("command line", parse_assignments(arguments))])
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     rows = [row for row in _rows(config.input) if not isinstance(row, UnusedRow)]
@@ -172,4 +169,4 @@ def report(runs: list[Measured], *, rows: int, workers: int, alone: Measured) ->
 
 
 if __name__ == "__main__":
-    run_entry_point(main)
+    run_entry_point(main, usage=__doc__, schema=BenchConfig)

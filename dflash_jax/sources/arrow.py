@@ -113,5 +113,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def fault_line(fault: BaseException) -> str:
-    """The first line of an exception's message."""
-    return str(fault).partition("\n")[0] or type(fault).__name__
+    """The first line of an exception's message, with what helps where the file is whole but beyond this reader."""
+    said = str(fault).partition("\n")[0] or type(fault).__name__
+    if isinstance(fault, NotImplementedError):
+        return f"pyarrow cannot read this kind of content ({said}); write the file anew without it"
+    return said
