@@ -24,7 +24,7 @@ from dflash_jax.objective.objective import Frozen
 from dflash_jax.objective.terms import needs_teacher
 from dflash_jax.published.copied_layers import copied_layers
 from dflash_jax.published.drafter_folder import DrafterFolder
-from dflash_jax.published.end_tokens import end_tokens
+from dflash_jax.published.end_tokens import stop_tokens
 from dflash_jax.published.targets import TargetFiles
 from dflash_jax.published.weights import fill
 from dflash_jax.sharding import Rules, replicated, shardings
@@ -87,7 +87,7 @@ class Experiment:
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's, and those that the target's files name."""
-        return tuple(sorted(({self.tokenizer.eos_token_id} | end_tokens(self.files.path)) - {None}))
+        return stop_tokens(self.files.path, self.tokenizer)
 
     @property
     def preparation(self) -> Preparation:

@@ -22,7 +22,7 @@ from dflash_jax.data.prepare import prepare_records
 from dflash_jax.data.records import UNUSED, Records
 from dflash_jax.errors import UserError
 from dflash_jax.monitor.progress import Preparing
-from dflash_jax.published.end_tokens import end_tokens
+from dflash_jax.published.end_tokens import stop_tokens
 from dflash_jax.sources.files import find_files, read_parts
 from dflash_jax.sources.unused import REASONS, UnusedRow
 from dflash_jax.target_path import target_path
@@ -72,7 +72,7 @@ def _preparation(config: PrepareConfig) -> Preparation:
     tokenizer: Any = load_tokenizer(path)
     return Preparation(
         tokenizer=tokenizer,
-        stop_tokens=tuple(sorted((end_tokens(path) | {tokenizer.eos_token_id}) - {None})),
+        stop_tokens=stop_tokens(path, tokenizer),
         arguments=config.template,
         max_length=config.max_length,
         too_long=config.too_long,
@@ -114,7 +114,9 @@ def summary(records: Records) -> str:
         ("lengths", spread),
     ]
     if made["split"]:
-        lines.append(("split", f"{made['split']:,} conversations became several records: the template rewrites"))
+        lines.append(
+            ("split", f"{made['split']:,} conversations became several records: the template rewrites history")
+        )
     if made["cut"]:
         lines.append(("cut", f"{made['cut']:,} conversations where an answer ends, for max_length"))
     lines += [("note", f"{count:,} conversations: {note}") for note, count in made["notes"].items()]

@@ -37,7 +37,7 @@ from dflash_jax.config import MeshLayout, RegenerateConfig
 from dflash_jax.errors import UserError
 from dflash_jax.mesh import make_meshes, prepare_devices
 from dflash_jax.monitor.progress import Answering, Loading
-from dflash_jax.published.end_tokens import end_tokens
+from dflash_jax.published.end_tokens import end_tokens, stop_tokens
 from dflash_jax.published.targets import TargetFiles
 from dflash_jax.sharding import shardings
 from dflash_jax.sources.conversations import Conversation, read_conversations
@@ -141,9 +141,8 @@ def by_target(config: RegenerateConfig, conversations: Sequence[Conversation]) -
     assert config.target is not None
     path = target_path(config.target)
     files = TargetFiles.open(path)
-    stop = end_tokens(path)
-    chat = Chat.open(path, stop_tokens=stop, arguments=config.template)
-    stop = tuple(sorted((stop | {chat.tokenizer.eos_token_id}) - {None}))
+    chat = Chat.open(path, stop_tokens=end_tokens(path), arguments=config.template)
+    stop = stop_tokens(path, chat.tokenizer)
     refuse_template(chat, conversations)
     mesh_file = find_named("meshes", config.mesh, key="mesh")
     layout = build(MeshLayout, [(str(mesh_file), read_yaml(mesh_file))])

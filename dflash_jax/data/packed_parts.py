@@ -102,9 +102,10 @@ def _checked(row: TokenRow, *, vocab: int, max_length: int | None) -> Answers:
         )
     if max_length is not None and len(row.tokens) > max_length:
         raise UnusedRow("too long", f"{len(row.tokens)} tokens, at most {max_length}; raise max_length")
-    if not (row.loss_mask[:-1] & row.loss_mask[1:]).any():
+    record = Encoded(row.tokens, row.loss_mask)
+    if not record.has_anchor():
         raise UnusedRow("no anchor", f"{int(row.loss_mask.sum())} trained tokens, none right after another")
-    return Answers(records=(Encoded(row.tokens, row.loss_mask),), split=False, cut=False, notes=())
+    return Answers(records=(record,), split=False, cut=False, notes=())
 
 
 def token_counts(rows: Sequence[Encoded]) -> np.ndarray:

@@ -21,6 +21,11 @@ def end_tokens(path: pathlib.Path) -> set[int]:
     return {token for place in _places(path) for token in _listed(place.get("eos_token_id"))}
 
 
+def stop_tokens(path: pathlib.Path, tokenizer: Any) -> tuple[int, ...]:
+    """`end_tokens` and the tokenizer's own, ascending: where every decoding and every mask ends an answer."""
+    return tuple(sorted((end_tokens(path) | {tokenizer.eos_token_id}) - {None}))
+
+
 def _places(directory: pathlib.Path) -> Iterator[dict[str, Any]]:
     if (directory / "config.json").exists():
         fields = hub_folder.read_config(directory)
