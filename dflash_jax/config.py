@@ -172,10 +172,16 @@ class CheckpointSection:
 
 @dataclasses.dataclass(frozen=True)
 class EvalSection:
-    """Teacher-forced evaluation on data.heldout while training."""
+    """Evaluation on data.heldout while training: teacher-forced, and by decoding."""
 
     every: int = option(0, "optimizer steps between evaluations, step 0 included; 0: never", low=0)
     anchors: int = option(64, "blocks per held-out row, the same ones each time", low=1)
+    budgets: list[int] = option(
+        [], "tree budgets whose accept length is measured too, such as [16,64]", low=1, high=1024
+    )
+    decode_every: int = option(0, "optimizer steps between real decodings of held-out prompts; 0: never", low=0)
+    decode_prompts: int = option(8, "prompts of such a decoding", low=1)
+    decode_tokens: int = option(64, "tokens decoded for each of them", low=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,12 +205,57 @@ class Recipe:
 class EvaluateConfig:
     """What `evaluate` is told."""
 
-    run: str = option(MISSING, "run directory of a training")
-    step: str = option("latest", "checkpoint: latest, or a saved step")
-    mesh: str = option("one", "device layout: a name in meshes/ or a YAML file; one prompt is decoded at a time")
-    prompts: str | None = option(None, "JSONL of conversations whose last answer is decoded; null: data.heldout")
+    run: str | None = option(None, "run directory of a training: its target, its drafter, its held-out data")
+    target: str | None = option(None, "without `run`: model folder, .gguf file or package:NAME/FILE")
+    drafter: str | None = option(
+        None, "more drafters, separated by commas: run directories, and folders in z-lab's or speculators' format"
+    )
+    step: str = option("latest", "checkpoint of run directories: latest, best (held-out accept length), or a step")
+    prompts: str | None = option(
+        None, "files of conversations, humaneval, mt-bench, separated by commas; null: data.heldout of `run`"
+    )
     limit: int | None = option(None, "prompts of each set; null: all", low=1)
+    decode: str = option("plain,chain", "ways to decode, separated by commas: plain, chain, tree")
+    budget: str = option("15,32,64", "nodes of a tree besides its root, one number or several")
+    block_size: int | None = option(None, "slots drafted at a time; null: the drafter's own", low=2)
+    confidence: float = option(
+        0.0, "chains end before the slot that survives with less probability; 0: never", low=0.0, high=1.0
+    )
+    draft_vocab: int | None = option(
+        None, "draft only so many tokens, those most frequent in the training data of `run`; null: all", low=2
+    )
+    temperature: float = option(0.0, "0: greedy", low=0.0)
+    top_p: float = option(1.0, "sample from the smallest set of tokens with this probability", low=1e-6, high=1.0)
+    top_k: int = option(0, "sample from so many tokens; 0: from all", low=0)
+    seed: int = option(0, "seed of the sampling", low=0)
     max_new_tokens: int = option(128, "tokens decoded for each prompt", low=1)
+    batch_size: int = option(1, "prompts decoded at a time", low=1)
+    simulate: bool = option(True, "also measure teacher-forced, on the text that plain decoding wrote")
+    template: dict[str, Any] = template_arguments()
+    dtype: str | None = option(
+        None, "dtype of weights and activations; null: the run's own, without `run` bfloat16", choices=DTYPES
+    )
+    mesh: str = option(
+        "one", "device layout, of which the target's part is used: a name in meshes/ or a YAML file"
+    )
+    report: str | None = option(None, "folder for evaluation.json and pictures; null: report/ in `run`")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """What `export` is told."""
+
+    run: str | None = option(None, "run directory of a training")
+    step: str = option("latest", "checkpoint: latest, best (held-out accept length), or a saved step")
+    drafter: str | None = option(None, "instead of `run`: a folder in either format, to be converted")
+    target: str | None = option(None, "with `drafter`: its target, a folder, .gguf file or package:NAME/FILE")
+    to: str = option(MISSING, "folder to write; must not exist, or hold an earlier export of the same drafter")
+    format: str = option(
+        "zlab",
+        "zlab: read by vLLM, SGLang, TPU inference and z-lab's code; speculators: by vLLM and speculators",
+        choices=("zlab", "speculators"),
+    )
+    dtype: str = option("bfloat16", "dtype of the weights", choices=DTYPES)
 
 
 @dataclasses.dataclass(frozen=True)

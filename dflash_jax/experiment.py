@@ -51,7 +51,7 @@ class Experiment:
         path = target_path(recipe.target.path)
         files = TargetFiles.open(path)
         config = files.config
-        section, folder = recipe.drafter, initial.open_folder(recipe.drafter)
+        section, folder = recipe.drafter, initial.open_folder(recipe.drafter, config)
         if folder is not None:
             section = initial.filled(section, folder)
         taps = resolve.tap_layers(section, config)
@@ -145,8 +145,12 @@ class Experiment:
 
     def draft_tokens(self, records: Records) -> np.ndarray | None:
         """The draft vocabulary [V'], from the training records; None where the head covers all tokens."""
+        return self.frequent_tokens(records, self.recipe.drafter.vocab)
+
+    def frequent_tokens(self, records: Records, count: int | None) -> np.ndarray | None:
+        """The `count` tokens [V'] that the records teach most often, ascending; None for all tokens."""
         _, supervised = records.token_counts()
-        return resolve.draft_vocabulary(self.recipe.drafter.vocab, supervised, vocab=self.files.config.vocab)
+        return resolve.draft_vocabulary(count, supervised, vocab=self.files.config.vocab)
 
     def head_sample(self, records: Records) -> HeadSample | None:
         """What the softmax of a training step is drawn from, or None where it covers the whole head."""
@@ -164,24 +168,30 @@ class Experiment:
         return sample
 
     def frozen(self, target: Target, mesh: Mesh, draft_tokens: np.ndarray | None) -> Frozen:
-        """The target's embedding and head for the drafter's use, on the drafter's mesh, in drafter.dtype.
+        """The target's embedding and head for the drafter's use, on the drafter's mesh, in drafter.dtype."""
+        frozen = frozen_ends(target, mesh, dtype=self.recipe.drafter.dtype)
+        resolve.refuse_zero_row(frozen.embedding, self.drafter.mask_token)
+        return frozen.covering(draft_tokens)
 
-        How the target scales embedded tokens and bounds its logits goes with them.
-        """
-        dtype, place = jnp.dtype(self.recipe.drafter.dtype), replicated(mesh)
-        embedding = jax.device_put(target.embedding.get_value(), place).astype(dtype)
-        resolve.refuse_zero_row(embedding, self.drafter.mask_token)
-        tied = target.head is target.embedding
-        head = embedding if tied else jax.device_put(target.head.get_value(), place).astype(dtype)
-        config = target.config
 
-        def constant(value: float | None) -> jax.Array | None:
-            return None if value is None else jax.device_put(jnp.float32(value), place)
+def frozen_ends(target: Target, mesh: Mesh, *, dtype: str) -> Frozen:
+    """The target's embedding and its whole head, on every device of a mesh, in the dtype of its drafter.
 
-        return Frozen(
-            embedding,
-            head if draft_tokens is None else head[draft_tokens],
-            None if draft_tokens is None else jax.device_put(jnp.asarray(draft_tokens), place),
-            embedding_scale=constant(config.embedding_scale),
-            softcap=constant(config.logit_softcap),
-        )
+    How the target scales embedded tokens and bounds its logits goes with them.
+    """
+    place = replicated(mesh)
+    embedding = jax.device_put(target.embedding.get_value(), place).astype(jnp.dtype(dtype))
+    tied = target.head is target.embedding
+    head = embedding if tied else jax.device_put(target.head.get_value(), place).astype(jnp.dtype(dtype))
+    config = target.config
+
+    def constant(value: float | None) -> jax.Array | None:
+        return None if value is None else jax.device_put(jnp.float32(value), place)
+
+    return Frozen(
+        embedding,
+        head,
+        None,
+        embedding_scale=constant(config.embedding_scale),
+        softcap=constant(config.logit_softcap),
+    )

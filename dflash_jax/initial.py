@@ -17,10 +17,11 @@ RANDOM, TARGET = "random", "target"
 COPIED_FAMILIES = ("llama", "qwen3")
 
 
-def open_folder(section: DrafterSection) -> DrafterFolder | None:
+def open_folder(section: DrafterSection, target: TargetConfig) -> DrafterFolder | None:
     """The folder that drafter.init names, or None where it is `random` or `target`.
 
-    A run needs the folder's config.json whenever it is opened, for what its recipe leaves null.
+    Raises UserError unless it fits the target and borrows the target's embedding and head, as training does. A run
+    needs the folder's config.json whenever it is opened, for what its recipe leaves null.
     """
     if section.init in (RANDOM, TARGET):
         return None
@@ -31,7 +32,18 @@ def open_folder(section: DrafterSection) -> DrafterFolder | None:
             "model.safetensors (to go on with a run whose folder is gone: random, and by name every key of "
             "drafter that the folder filled)"
         )
-    return DrafterFolder.open(path)
+    folder = DrafterFolder.open(path)
+    if misfits := folder.misfits(target):
+        raise UserError(
+            f"drafter.init: {path} is not for target.path: {'; '.join(misfits)}; start from another folder, or "
+            f"from drafter.init={RANDOM}"
+        )
+    if folder.fields.has_own_ends:
+        raise UserError(
+            f"drafter.init: {path} has an embedding and a head of its own, made from a drafter of width "
+            f"{folder.config.width} and its projections, which training needs; go on with the run itself"
+        )
+    return folder
 
 
 def filled(section: DrafterSection, folder: DrafterFolder) -> DrafterSection:
@@ -53,11 +65,6 @@ def agreed(
     every difference except in block_size, which any drafter may be trained for.
     """
     theirs = folder.config
-    if theirs.target_width != config.target_width:
-        raise UserError(
-            f"drafter.init: {folder.path} drafts for a target of width {theirs.target_width}, and target.path has "
-            f"width {config.target_width}; start from another folder, or from drafter.init={RANDOM}"
-        )
     config = dataclasses.replace(config, norm_eps=theirs.norm_eps)
     if config.yarn and theirs.yarn:
         named = {"factor": config.yarn.factor, "original_length": config.yarn.original_length}

@@ -34,19 +34,22 @@ from dflash_jax.training.interrupt import StopRequest
 from dflash_jax.training.loop import Progression, run_steps
 from dflash_jax.training.optim import learning_rate, make_optimizer
 from dflash_jax.training.programs import make_evaluation, make_programs, parameter_count
+from dflash_jax.training.rollout import check_rollouts, heldout_prompts, make_rollout
 
 USAGE = """\
-usage: python -m dflash_jax.train recipe=NAME|FILE [mesh=NAME|FILE] [out=DIR] [resume=auto|never|STEP]
+usage: python -m dflash_jax.train recipe=NAME|FILE [mesh=NAME|FILE] [out=DIR] [resume=auto|never|best|STEP]
                                   [debug=true] [key.sub=value ...]
 
 recipe  a name in recipes/ or a YAML file with any of the keys below
-resume  auto: continue the run in out= if there is one; never: refuse an existing run; STEP: from that checkpoint
+resume  auto: continue the run in out= if there is one; never: refuse an existing run; STEP: from that checkpoint;
+        best: from the one with the longest held-out accept length
 
 keys, with type, default and meaning:"""
 
 
 def main(arguments: list[str]) -> int:
     recipe, resume = read_arguments(arguments)
+    check_rollouts(recipe)
     file = find_named("meshes", recipe.mesh, key="mesh")
     layout = build(MeshLayout, [(str(file), read_yaml(file))])
     for key, source in (("data.train", recipe.data.train), ("data.heldout", recipe.data.heldout)):
@@ -77,7 +80,7 @@ def resumed_step(run: pathlib.Path, resume: str) -> int:
         raise UserError(f"out: {run} holds a run already; choose another directory, or resume=auto to continue it")
     if resume in ("auto", "never"):
         return steps[-1] if steps else 0
-    return chosen_step(steps, resume, key="resume")
+    return chosen_step(run / "checkpoints", resume, key="resume")
 
 
 def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
@@ -88,10 +91,11 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
     per_epoch = data.plan.batches_per_epoch
     steps = recipe.train.steps or math.ceil(per_epoch * recipe.train.epochs / accumulate)
     data = data.lasting(steps * accumulate)
-    held_out = None
-    if recipe.data.heldout is not None and recipe.eval.every:
+    held_out, prompts = None, []
+    if recipe.data.heldout is not None and (recipe.eval.every or recipe.eval.decode_every):
         records = opened(experiment, recipe.data.heldout, run / "data" / "heldout")
         held_out = heldout_data(experiment, records, meshes=meshes)
+        prompts = heldout_prompts(held_out, recipe.eval.decode_prompts) if recipe.eval.decode_every else []
     head_sample = experiment.head_sample(data.records)
     if start >= steps:
         print(f"{run} is trained to its last step {start}; nothing to do")
@@ -103,7 +107,8 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
     sample = jax.device_put(head_sample, replicated(meshes.drafter))
     fingerprint = experiment.fingerprint | data.fingerprint
     with contextlib.ExitStack() as stack:
-        features = stack.enter_context(open_features(experiment, meshes, train=data, heldout=held_out))
+        measured = held_out if recipe.eval.every else None
+        features = stack.enter_context(open_features(experiment, meshes, train=data, heldout=measured))
         frozen = features.frozen
         Checkpoints.set_aside(run / "checkpoints", after=start)
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=recipe.checkpoint.keep))
@@ -131,9 +136,10 @@ def train(experiment: Experiment, meshes: Meshes, *, start: int) -> None:
             log=log,
             checkpoints=checkpoints,
             fingerprint=fingerprint,
-            held_out=held_out
+            held_out=measured
             and features.heldout
-            and HeldOut(held_out, frozen, source=features.heldout, evaluate=make_evaluation(experiment, meshes)),
+            and HeldOut(measured, frozen, source=features.heldout, evaluate=make_evaluation(experiment, meshes)),
+            rollout=make_rollout(experiment, meshes, target=features.target, frozen=frozen, prompts=prompts),
             stop=stop,
         )
     if stop.received:

@@ -197,12 +197,13 @@ def test_walk_over_greedy_text_is_what_greedy_decoding_does(few_tokens_llama):
             head_draw=None,
         ).acceptance
 
-    rounds = np.asarray(decoded.rounds)
+    emitted = np.asarray(decoded.emitted)
+    rounds = (emitted > 0).sum(axis=1)
     found = measured(jnp.asarray(valid))
-    assert found.walk_tokens == (rounds * np.arange(1, 6)).sum() == 4 * (new - 1)
+    assert found.walk_tokens == emitted.sum() == 4 * (new - 1)
     assert found.walk_rounds == rounds.sum()
     assert found.walk_length == pytest.approx(4 * (new - 1) / rounds.sum())
-    assert rounds[:, 1:].sum() > 3  # some drafts were accepted
+    assert (emitted > 1).sum() > 3  # some drafts were accepted
     # A row that lacks a block has an unknown way.
     valid[2, 5] = False
     found = measured(jnp.asarray(valid))

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from tiny_models import GOLDEN, published_drafter, published_tables, random_drafter, seeded_tensor
 
 from dflash_jax.batch import Batch
-from dflash_jax.decode.chain import draft_block
+from dflash_jax.decode.drafting import draft_logits
 from dflash_jax.models.block_attention import Context, attend_block
 from dflash_jax.models.cache import KVRows
 from dflash_jax.models.drafter import FULL, SLIDING
@@ -87,7 +87,7 @@ def test_rounds_of_decoding_with_a_context_cache(published):
             visible=(at < anchor)[:, None],
             context_positions=at,
         )
-        return states[:, 0], draft_block(drafter, frozen, token, anchor, cache)
+        return states[:, 0], draft_logits(drafter, frozen, token, anchor, cache, width=8).argmax(-1)
 
     for index in range(4):
         ids, features = golden[f"b{index}_noise_ids"], golden[f"b{index}_target_hidden"]

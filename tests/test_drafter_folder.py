@@ -1,6 +1,7 @@
 """Published drafter folders: z-lab's golden outputs through the reader, both spellings, and what is refused."""
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +77,12 @@ def edited(tmp_path, changes: dict, *, kind: str = "sliding"):
         ({"dflash_config": {"selector_rank": 256}}, "selector_rank 256"),
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type 'domino'"),
         ({"dflash_config": {"novelty": 1}}, r"unknown key dflash_config\.novelty"),
-        ({"dflash_config": {"input_embedding_scale": 8.0}}, r"input_embedding_scale 8\.0"),
-        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping 30\.0"),
+        ({"novelty": 1}, r"unknown key novelty = 1; remove it if it has no effect"),
+        ({"dflash_config": {"input_embedding_scale": -8.0}}, r"input_embedding_scale: found -8\.0"),
+        ({"final_logit_softcapping": "30"}, r"final_logit_softcapping: found '30'"),
+        ({"dflash_config": {"output_multiplier": 0.5}}, r"output_multiplier 0\.5 is not supported"),
         ({"dflash_config": {"use_swa": True}}, "use_swa True"),
-        ({"dflash_config": {"target_hidden_size": 96}}, "target_hidden_size 96 .* own width 64"),
+        ({"dflash_config": {"target_hidden_size": 0}}, "target_hidden_size: found 0"),
         ({"model_type": "llama"}, "model_type 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias True"),
@@ -178,3 +181,130 @@ def test_a_written_drafter_is_read_back(tmp_path):
     folder = DrafterFolder.open(save_drafter(tmp_path / "drafter", drafter, taps=(1, 3)))
     assert folder.config == drafter.config
     assert folder.taps == (1, 3)
+
+
+# What a folder is for.
+
+
+def misfits(path, **changes) -> list[str]:
+    target = {"width": 64, "layers": 8, "vocab": 211, "embedding_scale": None, "logit_softcap": None} | changes
+    return DrafterFolder.open(path).misfits(types.SimpleNamespace(**target))
+
+
+def test_a_folder_fits_its_target_and_no_other(tmp_path):
+    path = published_folder(tmp_path / "folder", "full")
+    assert misfits(path) == []
+    for changes, named in (
+        ({"width": 96}, "for a target of width 64, and the target has width 96"),
+        ({"layers": 5}, "taps layer 4, and the last that may be is 3"),
+        ({"vocab": 210}, "MASK is token 210, and the last is 209"),
+        ({"vocab": 300}, "vocab_size is 211, and the target has 300 embedding rows"),
+        ({"embedding_scale": 8.0}, "input_embedding_scale is 1.0, and the target's is 8.0"),
+        ({"logit_softcap": 30.0}, "final_logit_softcapping is None, and the target's is 30.0"),
+    ):
+        assert named in "; ".join(misfits(path, **changes))
+
+
+def test_scale_and_softcap_are_the_targets(tmp_path):
+    given = {"input_embedding_scale": 8.5, "final_logit_softcapping": 30.0}
+    path = edited(tmp_path, {"dflash_config": given})
+    fields = DrafterFolder.open(path).fields
+    assert (fields.embedding_scale, fields.softcap) == (8.5, 30.0)
+    assert misfits(path, embedding_scale=8.53, logit_softcap=30.0) == []  # apart by a rounding to bfloat16
+    assert len(misfits(path, embedding_scale=8.6, logit_softcap=30.0)) == 1
+    assert len(misfits(path)) == 2
+
+
+def test_a_drafter_of_another_width_must_come_with_its_ends(tmp_path):
+    folder = DrafterFolder.open(edited(tmp_path, {"dflash_config": {"target_hidden_size": 96}}))
+    assert (folder.config.width, folder.config.target_width, folder.config.feature_width) == (64, 64, 5 * 96)
+    with pytest.raises(UserError, match=r"embed_tokens\.weight: found none, expected \[211, 64\]"):
+        folder.own_embedding()
+
+
+# The other format.
+
+
+def speculators_folder(tmp_path, **changes):
+    """A folder in speculators' format with keys of its config.json changed, as in `edited`."""
+    layers = {
+        **{"model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False},
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 211, "sliding_window": 10},
+        **{"layer_types": [SLIDING, FULL], "use_sliding_window": True},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    fields = {
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "architectures": ["DFlashDraftModel"],
+        "aux_hidden_state_layer_ids": [2, 5],
+        "block_size": 8,
+        "draft_vocab_size": 211,
+        "mask_token_id": 210,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+        "speculators_config": {"algorithm": "dflash"},
+        "transformer_layer_config": layers,
+    }
+    for key, value in changes.items():
+        fields[key] = {**fields.get(key, {}), **value} if isinstance(value, dict) else value
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
+    return path
+
+
+def test_layers_are_numbered_from_one_in_speculators_format(tmp_path):
+    folder = DrafterFolder.open(speculators_folder(tmp_path))
+    assert folder.taps == (1, 4)
+    assert folder.draft_tokens() is None
+    assert [folder.config.causal(layer) for layer in range(2)] == [True, False]
+
+
+def test_sliding_layers_may_see_both_ways(tmp_path):
+    config = DrafterFolder.open(speculators_folder(tmp_path, sliding_window_non_causal=True)).config
+    assert [config.causal(layer) for layer in range(2)] == [False, False]
+    assert [config.reach(layer) for layer in range(2)] == [10, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type 'eagle3'"),
+        ({"sample_from_anchor": True}, "sample_from_anchor True is not supported; supported: False"),
+        ({"novelty": 1}, "unknown key novelty"),
+        ({"transformer_layer_config": {"is_causal": True}}, r"unknown key transformer_layer_config\.is_causal"),
+        ({"transformer_layer_config": {"model_type": "llama"}}, "model_type 'llama'"),
+        ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids missing"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, "aux_hidden_state_layer_ids: found 0"),
+        ({"draft_vocab_size": ...}, "draft_vocab_size missing"),
+        ({"draft_vocab_size": 212}, "draft_vocab_size: found 212, expected at most vocab_size 211"),
+        ({"speculators_config": {"algorithm": "dspark"}}, r"speculators_config\.algorithm 'dspark'"),
+        ({"sliding_window_non_causal": None}, "sliding_window_non_causal: found None"),
+        ({"mask_token_id": -1}, "mask_token_id: found -1"),
+        ({"block_size": "8"}, "block_size: found '8'"),
+    ],
+)
+def test_what_speculators_format_says_that_is_not_dflash_is_refused(tmp_path, changes, named):
+    with pytest.raises(UserError, match=rf"folder/config\.json: .*{named}"):
+        DrafterFolder.open(speculators_folder(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        ({}, "d2t missing, but draft_vocab_size is 3 of 211 tokens"),
+        ({"d2t": np.array([4, 4, 9]), "t2d": np.arange(211) == 4}, "do not name the same 3 tokens of 211"),
+        ({"d2t": np.array([4, 5]), "t2d": np.isin(np.arange(211), [4, 6])}, r"d2t \[2\] and t2d \[211\] do not"),
+        ({"d2t": np.array([4, 5, 9]), "t2d": np.isin(np.arange(212), [4, 6, 11])}, r"t2d \[212\] do not name"),
+    ],
+)
+def test_a_draft_vocabulary_must_be_whole(tmp_path, tensors, named):
+    path = speculators_folder(tmp_path, draft_vocab_size=3)
+    save_file({"norm.weight": np.zeros(1, np.float32), **tensors}, path / "model.safetensors")
+    with pytest.raises(UserError, match=named):
+        DrafterFolder.open(path).draft_tokens()
+    whole = {"d2t": np.array([4, 5, 9]), "t2d": np.isin(np.arange(211), [4, 6, 11])}
+    save_file(whole, path / "model.safetensors")
+    assert DrafterFolder.open(path).draft_tokens().tolist() == [4, 6, 11]

@@ -179,4 +179,4 @@ def test_greedy_and_speculative_tokens_are_transformers(hub, target):
         np.testing.assert_array_equal(plain.tokens[row, : length + added], wanted)
         np.testing.assert_array_equal(speculative.rows.tokens[row, : length + added], wanted)
     # Some drafts were rejected, so that there was something to roll back.
-    assert np.asarray(speculative.rounds)[:, :-1].sum() > 0
+    assert ((speculative.emitted > 0) & (speculative.emitted < 5)).any()

@@ -13,7 +13,15 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from dflash_jax.config import EvaluateConfig, MeshLayout, PlanConfig, PrepareConfig, Recipe, RegenerateConfig
+from dflash_jax.config import (
+    EvaluateConfig,
+    ExportConfig,
+    MeshLayout,
+    PlanConfig,
+    PrepareConfig,
+    Recipe,
+    RegenerateConfig,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "dflash_jax"
@@ -34,38 +42,41 @@ FLOORS = {
     "chat": "sources published.gguf",
     "data": "sources chat",
     "batches": "batch data",
-    "decode": "models objective",
+    "prompts": "sources chat data",
+    "decode": "batch sharding models objective",
     "monitor": "",
     "answering": "sharding models published sources chat decode",
     "resolve": "config models objective",
     "initial": "config models published",
     "experiment": "config sharding models published objective target_path chat data batches resolve initial",
     "dataset": "sharding mesh sources data batches experiment",
-    "training": "batch config sharding mesh models objective batches monitor resolve experiment dataset",
+    "training": "batch config sharding mesh models objective batches decode monitor resolve experiment dataset",
+    "drafters": "config arguments sharding models published objective data experiment dataset training.checkpoint",
+    "evaluation": "batch config sharding models published objective prompts decode monitor drafters",
 }
-ENTRY_POINTS = ("train", "evaluate", "regenerate", "prepare", "plan")
+ENTRY_POINTS = ("train", "evaluate", "export", "regenerate", "prepare", "plan")
 FLOORS |= dict.fromkeys(ENTRY_POINTS, " ".join(FLOORS))
 
 # A library -> the only modules or folders that may import it; those in LAZY only inside a function.
 LIBRARIES = {
     "torch": "",
-    "transformers": "chat.tokenizer",
+    "transformers": "chat.tokenizer published.folder_check",
     "gguf": "published.gguf",
-    "safetensors": "published.hub_folder",
+    "safetensors": "published.hub_folder published.reference_drafter",
     "array_record": "data.records training.feature_shards",
     "pyarrow": "sources.arrow",
     "grain": "batches.loader",
     "omegaconf": "arguments train",
     "optax": "training",
     "orbax": "training.checkpoint",
-    "tensorboardX": "monitor.run_log",
-    "matplotlib": "monitor.picture",
+    "tensorboardX": "monitor.run_log monitor.board",
+    "matplotlib": "monitor.picture monitor.decoding_picture monitor.looks",
     "tqdm": "monitor.progress",
 }
 LAZY = ("transformers", "gguf", "pyarrow")
 WITHOUT_JAX = (
-    "errors config arguments sources chat data target_path prepare plan monitor.json_lines monitor.picture "
-    "monitor.progress"
+    "errors config arguments sources chat data prompts target_path prepare plan monitor.board monitor.json_lines "
+    "monitor.picture monitor.decoding_picture monitor.looks monitor.progress"
 )
 
 MAX_LINES = 400
@@ -75,6 +86,7 @@ UNFINISHED = re.compile(r"\b(TO[D]O|FIX[M]E)\b")
 CONFIGURATIONS = (
     (Recipe, "recipe", None),
     (EvaluateConfig, "config", "evaluate"),
+    (ExportConfig, "config", "export"),
     (RegenerateConfig, "config", "regenerate"),
     (PrepareConfig, "config", "prepare"),
     (PlanConfig, "config", "plan"),

@@ -23,6 +23,7 @@ from dflash_jax.mesh import make_meshes
 from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
 from dflash_jax.models.yarn import Yarn
 from dflash_jax.published.copied_layers import copied_layers
+from dflash_jax.published.drafter_fields import DrafterFields
 from dflash_jax.published.drafter_folder import DrafterFolder
 from dflash_jax.published.weights import names
 from dflash_jax.training.optim import learning_rate, make_optimizer
@@ -140,8 +141,8 @@ def test_every_difference_between_recipe_and_folder_is_found(field):
     section = named_section(base)
     theirs = dataclasses.replace(base, **{field: AGREEING[field]})
     taps = (1, 3, 4) if field == "feature_width" else TAPS
-    other = DrafterFolder(pathlib.Path("/d"), theirs, taps)
-    ours = DrafterFolder(pathlib.Path("/d"), base, TAPS)
+    other = DrafterFolder(pathlib.Path("/d"), DrafterFields(theirs, taps))
+    ours = DrafterFolder(pathlib.Path("/d"), DrafterFields(base, TAPS))
     assert initial.agreed(base, ours, taps=TAPS, section=section) == base
     with pytest.raises(UserError, match=r"^drafter\.\w+: the recipe says .*, /d has [^;]*(; drafter|$)"):
         initial.agreed(base, other, taps=TAPS, section=section)
@@ -199,7 +200,9 @@ def test_what_no_key_says_is_the_folders(recipe, tmp_path):
 
 def test_a_folder_of_another_width_is_refused(recipe, tmp_path):
     path = tiny_models.published_folder(tmp_path / "wide", "full")
-    with pytest.raises(UserError, match=r"drafter\.init: .*wide drafts for a target of width 64, .* 36"):
+    with pytest.raises(
+        UserError, match=r"drafter\.init: .*wide is not .*: it drafts for a target of width 64, .* 36"
+    ):
         opened(recipe, f"drafter.init={path}", "drafter.layers=3", "drafter.tap_count=5")
 
 

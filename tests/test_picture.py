@@ -63,6 +63,14 @@ def test_the_panels_hold_the_numbers(tmp_path, drawn):
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
 
 
+def test_an_evaluation_that_decoded_only_is_no_point_of_the_curve(tmp_path, drawn):
+    decoded = {"step": 44, "decode_accept_len": 1.5}
+    draw_report(LINES, [*EVALUATIONS, decoded], None, tmp_path / "report.png", title="a run")
+    curve = drawn[0].axes[1].lines[1]
+    assert curve.get_xydata().tolist() == [[0, 1.0], [40, 1.75]]
+    assert curve.get_label() == "held-out, last 1.75"
+
+
 def test_smoothing_pools_the_neighbours_by_weight():
     values, weights = np.array([1.0, 4.0, math.nan, 2.0]), np.array([1.0, 3.0, 5.0, 2.0])
     # (1 + 12) / 4, the same again as the NaN weighs nothing, (12 + 4) / 5, 4 / 2

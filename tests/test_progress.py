@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from dflash_jax.monitor import progress
-from dflash_jax.monitor.progress import Answering, Loading, Preparing, Progress, describe
+from dflash_jax.monitor.progress import Answering, Decoded, Loading, Preparing, Progress, describe
 
 LINE = {
     "step": 120,
@@ -187,3 +187,21 @@ def test_a_terminal_gets_a_bar_over_the_answers(monkeypatch, clock):
     last = terminal.getvalue().rstrip("\n").split("\r")[-1]
     assert "answered 4/4" in last
     assert "conversations 2/2  2.0 ktok/s  eta 0:00" in last
+
+
+def test_decoded_prompts_are_a_plain_line_every_interval(capsys, clock):
+    with Decoded(4, interval_s=10) as decoded:
+        for seconds in (5, 15, 2, 2):
+            clock[0] += seconds
+            decoded.add()
+    assert capsys.readouterr().err == "decoded 2/4 prompts  eta 0:20\n"
+
+
+def test_a_terminal_gets_a_bar_over_the_decoded_prompts(monkeypatch, clock):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with Decoded(2) as decoded:
+        clock[0] += 3
+        decoded.add()
+        decoded.add()
+    assert "decoded 2/2 prompts" in terminal.getvalue().rstrip("\n").split("\r")[-1]

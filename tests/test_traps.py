@@ -22,9 +22,10 @@ from dflash_jax.batch import Batch
 from dflash_jax.config import DrafterSection, OptimSection
 from dflash_jax.data.prepare import refuse_mask_token
 from dflash_jax.decode.generate import Sequences
-from dflash_jax.decode.measure import Comparison, Prompt
-from dflash_jax.decode.report import summarise
+from dflash_jax.decode.ways import CHAIN, Way
 from dflash_jax.errors import UserError
+from dflash_jax.evaluation.measure import Answer, Measured
+from dflash_jax.evaluation.report import summarise
 from dflash_jax.models.drafter import FULL, SLIDING, Drafter
 from dflash_jax.models.layers import RMSNorm
 from dflash_jax.models.rope import Rope, rotate
@@ -35,6 +36,7 @@ from dflash_jax.objective.head import Head, Rule, Slots, head_loss
 from dflash_jax.objective.objective import Frozen, LossSums, block_states, embed_blocks, teacher_states
 from dflash_jax.objective.slot_weights import Decay, Dpace
 from dflash_jax.objective.terms import term_loss
+from dflash_jax.prompts.prompt import Prompt
 from dflash_jax.published.targets import TargetFiles
 from dflash_jax.training.optim import learning_rate, make_optimizer
 from dflash_jax.training.state import TrainState
@@ -202,9 +204,11 @@ def accept_length(right, mask):
 
 def decoded_lengths():
     """Of one request with a round of four tokens and one with four rounds of one."""
-    rounds, no_tokens = ([0, 0, 0, 1], [4, 0, 0, 0]), np.zeros(4)
-    made = [Comparison(Prompt("", no_tokens), no_tokens, no_tokens, np.array(n), 1.0, 1.0, None) for n in rounds]
-    report = summarise("", made)
+    way, no_tokens = Way(CHAIN, "ours", slots=4), np.zeros(4, np.int32)
+    rounds = (np.array(emitted) for emitted in ([4], [1, 1, 1, 1]))
+    answers = [Answer(no_tokens, emitted - 1, emitted, 1.0) for emitted in rounds]
+    made = [Measured(number, Prompt("", no_tokens), {way: answer}) for number, answer in enumerate(answers)]
+    report = summarise(way, made, compared=False, simulated={})
     return report.accept_len, report.accept_len_by_request
 
 

@@ -99,3 +99,26 @@ def save_recipe(root: pathlib.Path, target: pathlib.Path) -> TinyRecipe:
     file = root / "tiny.yaml"
     file.write_text(json.dumps(recipe))  # JSON is YAML
     return TinyRecipe(file, root)
+
+
+def save_run(recipe: TinyRecipe, out: str, *changes: str, steps: tuple[int, ...] = (3,)) -> pathlib.Path:
+    """A run directory with a checkpoint for each step: an untrained drafter, its weights times the step."""
+    import jax
+    from omegaconf import OmegaConf
+
+    from dflash_jax import train
+    from dflash_jax.experiment import Experiment
+    from dflash_jax.training.checkpoint import Checkpoints
+    from dflash_jax.training.optim import learning_rate, make_optimizer
+    from dflash_jax.training.state import initial_state
+
+    whole, _ = train.read_arguments(recipe.arguments(out, *changes))
+    experiment, run = Experiment.open(whole), pathlib.Path(whole.out)
+    run.mkdir()
+    (run / "recipe.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(whole)))
+    state = initial_state(experiment.initial_drafter, make_optimizer(whole.optim, learning_rate(whole.optim, 10)))
+    with Checkpoints(run / "checkpoints", keep=len(steps)) as checkpoints:
+        for step in steps:
+            params = jax.tree.map(lambda leaf, step=step: leaf * step, state.params)
+            checkpoints.save(step, dataclasses.replace(state, params=params), cursor=0, fingerprint={})
+    return run

@@ -1,35 +1,32 @@
-"""Chain speculative decoding with a DFlash drafter, greedy: the tokens of plain decoding in fewer target passes.
+"""Chain speculative decoding with a DFlash drafter: the most probable token of each slot, or a sample of it.
 
-    draft   [x_a, MASK ..] -> proposals d_1 .. d_{W-1}        one drafter pass over context t < a
-    verify  [x_a, d_1 .. d_{W-1}] at a .. a+W-1 -> p_0 .. p_{W-1}   one target pass; p_k is its next token
-    accept  n = length of the run d_k == p_{k-1};  emit d_1 .. d_n, p_n;  the next anchor is a + n + 1
+    draft   [x_a, MASK ..] -> q_1 .. q_{W-1} -> d_1 .. d_{W-1}
+    verify  [x_a, d_1 .. d_{W-1}] at a .. a + W - 1 -> p_0 .. p_{W-1};  p_k is the target's for position a + k + 1
 
-Everything runs on the device in one loop with static shapes. Lengths are tracked, nothing is trimmed by the
-mask id, and what a rejected token left in a cache is overwritten by the next round.
+Greedy, a draft is accepted if it is the target's own choice, and the text is that of plain decoding. At a
+temperature drafts are drawn and accepted by rejection sampling (rejection.py), and the text is distributed as
+plain samples are.
+
+Drafts that will hardly survive need not be verified. With a confidence c, a round ends its block before the first
+slot k with  max q_1 * .. * max q_k < c,  which estimates the chance that k drafts are accepted. That looks at the
+distributions, never at what was drawn from them, so that samples stay exact.
 """
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from dflash_jax.decode.generate import Sequences, prefill
-from dflash_jax.models.cache import KVRows
+from dflash_jax.decode.drafting import draft_logits
+from dflash_jax.decode.rejection import accept
+from dflash_jax.decode.sampling import GREEDY, Sampling, filtered
+from dflash_jax.decode.speculate import Anchors, Decoded, Outcome, speculate
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
-from dflash_jax.objective.objective import Frozen, embed_blocks
+from dflash_jax.objective.objective import Frozen
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ChainResult:
-    """rows: the finished sequences; rounds: [B, W], rounds of each row by number of tokens emitted, minus one.
-
-    A round counts what it emitted: accepted drafts and the bonus token, cut at a stop token or the limit.
-    """
-
-    rows: Sequences
-    rounds: jax.Array
+LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # of blocks that are ended early; each is a program of its own
 
 
 def generate_chain(
@@ -42,73 +39,71 @@ def generate_chain(
     taps: tuple[int, ...],
     stop: tuple[int, ...],
     max_new_tokens: int,
-) -> ChainResult:
-    """Greedy continuations as of `generate`, drafted by `drafter`. prompts: [B, P] right-padded, lengths: [B]."""
-    width = drafter.config.block_size
-    # A round writes W positions from the anchor on, whatever is accepted of them.
-    capacity = prompts.shape[1] + max_new_tokens + width
-    stops = jnp.array(stop, jnp.int32)
-    token, features, cache = prefill(target, prompts, lengths, capacity=capacity, taps=taps)
-    context = _empty_context(drafter, prompts.shape[0], capacity, frozen.embedding.dtype)
-    context = _remember(drafter, context, features, jnp.zeros_like(lengths))
-    one = jnp.ones(lengths.shape, jnp.int32)
-    rows = Sequences.start(prompts, lengths, capacity=capacity)
-    rows = rows.append(token[:, None], one, stop=stops, limit=max_new_tokens)
-    rounds = jnp.zeros((prompts.shape[0], width), jnp.int32)
+    sampling: Sampling = GREEDY,
+    keys: jax.Array | None = None,
+    width: int | None = None,
+    confidence: float = 0.0,
+) -> Decoded:
+    """Continuations of prompts [B, P] of `lengths` [B], drafted by `drafter` in blocks of `width` slots.
 
-    def body(carry):
-        token, cache, context, rows, rounds = carry
-        drafts = draft_block(drafter, frozen, token, cache.lengths, context)
-        block = jnp.concatenate([token[:, None], drafts], axis=1)
-        features, last, step = target.step(block, cache, taps=taps)
-        chosen = jnp.argmax(target.logits(last), axis=-1).astype(jnp.int32)
-        accepted = jnp.cumprod(drafts == chosen[:, :-1], axis=1).sum(axis=1)
-        # chosen[k] equals drafts[k] wherever that was accepted, so chosen[: n + 1] is what the round emits.
-        grown = rows.append(chosen, accepted + 1, stop=stops, limit=max_new_tokens)
-        emitted = grown.lengths - rows.lengths
-        rounds = rounds + (jnp.arange(width) == emitted[:, None] - 1)
-        context = _remember(drafter, context, features, cache.lengths)
-        token = jnp.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
-        cache = step.keep(jnp.where(rows.done, 0, accepted + 1))
-        return token, cache, context, grown, rounds
-
-    carry = (token, cache, context, rows, rounds)
-    *_, rows, rounds = jax.lax.while_loop(lambda carry: ~carry[3].done.all(), body, carry)
-    return ChainResult(rows, rounds)
-
-
-def draft_block(
-    drafter: Drafter, frozen: Frozen, token: jax.Array, anchors: jax.Array, context: tuple[KVRows, ...]
-) -> jax.Array:
-    """Proposals [B, W - 1] for the positions after the anchors.
-
-    token: [B] anchor tokens at positions `anchors` [B]; context: keys and values of features before them.
+    keys: [B] random keys, needed unless the sampling is greedy; width: None is the drafter's block size;
+    confidence: of the most confident row, below which slots are not verified; 0 verifies all.
     """
-    config = drafter.config
-    block = embed_blocks(token[:, None], frozen, block_size=config.block_size, mask_token=config.mask_token)
-    positions = anchors[:, None, None] + jnp.arange(config.block_size)
-    capacity = context[0].keys.shape[1]
-    at = jnp.broadcast_to(jnp.arange(capacity), (token.shape[0], capacity))
-    hidden = drafter(
-        block,
-        positions,
-        context,
-        visible=(at < anchors[:, None])[:, None],
-        context_positions=at,
+    slots = width or drafter.config.block_size
+    ends = [length for length in LENGTHS if length < slots and confidence > 0] + [slots]
+
+    def play(at: Anchors) -> Outcome:
+        logits = draft_logits(drafter, frozen, at.token, at.cache.lengths, at.context, width=slots)
+        if sampling.temperature == 0:
+            q, drafts = jax.nn.softmax(logits, axis=-1), frozen.tokens_of(jnp.argmax(logits, axis=-1))
+        else:
+            # In the order of the vocabulary, also where the drafter knows a part of it.
+            left = frozen.over_vocabulary(filtered(logits, sampling))
+            q, drafts = jax.nn.softmax(left, axis=-1), jax.vmap(jax.random.categorical)(random(at, 0), left)
+        survival = jnp.where(at.active[:, None], jnp.cumprod(q.max(axis=-1), axis=1), 0)
+        worth = 1 + (survival >= confidence).sum(axis=1).max()
+        branches = [functools.partial(verify, at, drafts.astype(jnp.int32), q, length=length) for length in ends]
+        return jax.lax.switch(jnp.searchsorted(np.array(ends), worth), branches)
+
+    def verify(at: Anchors, drafts: jax.Array, q: jax.Array, *, length: int) -> Outcome:
+        """The verdict on a block of `length` slots. drafts: [B, W - 1] of all slots; q: [B, W - 1, V']."""
+        drafts, q = drafts[:, : length - 1], q[:, : length - 1]
+        block = jnp.concatenate([at.token[:, None], drafts], axis=1)
+        features, last, step = target.step(block, at.cache, taps=taps)
+        found = target.logits(last)
+        if sampling.temperature == 0:
+            tokens = jnp.argmax(found, axis=-1).astype(jnp.int32)
+            accepted = jnp.cumprod(drafts == tokens[:, :-1], axis=1).sum(axis=1).astype(jnp.int32)
+        else:
+            uniforms = jax.vmap(lambda key: jax.random.uniform(key, (slots - 1,)))(random(at, 1))
+            p = jax.nn.softmax(filtered(found, sampling), axis=-1)
+            accepted, rest = accept(drafts, q, p, uniforms[:, : length - 1])
+            after = jax.vmap(jax.random.categorical)(random(at, 2), jnp.log(rest)).astype(jnp.int32)[:, None]
+            tokens = jnp.where(jnp.arange(length) == accepted[:, None], after, jnp.pad(drafts, ((0, 0), (0, 1))))
+        cache = step.keep(jnp.where(at.active, accepted + 1, 0))
+        rest_of_block = ((0, 0), (0, slots - length))
+        return Outcome(
+            jnp.pad(tokens, rest_of_block), accepted, jnp.pad(features, (*rest_of_block, (0, 0))), cache
+        )
+
+    def random(at: Anchors, use: int) -> jax.Array:
+        """[B] keys of this round, for one of its three uses: drafts, verdicts, and the token after them."""
+        assert keys is not None
+        return jax.vmap(lambda key, place: jax.random.split(jax.random.fold_in(key, place), 3)[use])(
+            keys, at.places
+        )
+
+    return speculate(
+        target,
+        drafter,
+        frozen,
+        prompts,
+        lengths,
+        play=play,
+        room=slots,
+        taps=taps,
+        stop=stop,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        keys=keys,
     )
-    return frozen.tokens_of(jnp.argmax(frozen.logits(hidden[:, 0, 1:]), axis=-1)).astype(jnp.int32)
-
-
-def _empty_context(drafter: Drafter, rows: int, capacity: int, dtype: jnp.dtype) -> tuple[KVRows, ...]:
-    config = drafter.config
-    shape = (rows, capacity, config.kv_heads, config.head_width)
-    return tuple(KVRows.empty(shape, dtype) for _ in config.layer_types)
-
-
-def _remember(
-    drafter: Drafter, context: tuple[KVRows, ...], features: jax.Array, starts: jax.Array
-) -> tuple[KVRows, ...]:
-    """Write the context of features [B, S, T * E] from position starts [B] of each row on."""
-    positions = starts[:, None] + jnp.arange(features.shape[1])
-    added = drafter.context(features.astype(context[0].keys.dtype), positions)
-    return tuple(rows.write(*new, starts) for rows, new in zip(context, added, strict=True))

@@ -41,20 +41,23 @@ def draw(logits: jax.Array, sampling: Sampling, *, keys: jax.Array | None, place
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     assert keys is not None
-    left = filtered(logits, sampling)
-    return jax.vmap(lambda row, key, place: jax.random.categorical(jax.random.fold_in(key, place), row))(
-        left, keys, places
-    ).astype(jnp.int32)
+    added = noise(keys, places, vocab=logits.shape[-1])
+    return jnp.argmax(filtered(logits, sampling) + added, axis=-1).astype(jnp.int32)
+
+
+def noise(keys: jax.Array, places: jax.Array, *, vocab: int) -> jax.Array:
+    """[B, V] float32 Gumbel noise of the tokens at places [B] in the answers with keys [B]."""
+    return jax.vmap(lambda key, place: jax.random.gumbel(jax.random.fold_in(key, place), (vocab,)))(keys, places)
 
 
 def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """logits [B, V] over a temperature above 0, -inf where top_k or top_p leave a token out; ties share a fate."""
+    """logits [..., V] over a temperature above 0, -inf where top_k or top_p leave one out; ties share a fate."""
     scaled = logits / sampling.temperature
     if not sampling.top_k and sampling.top_p == 1:
         return scaled
     ordered = jnp.sort(scaled, axis=-1, descending=True)
     if 0 < sampling.top_k < logits.shape[-1]:
-        ordered = _at_least(ordered, ordered[:, sampling.top_k - 1, None])
+        ordered = _at_least(ordered, ordered[..., sampling.top_k - 1, None])
     kept = ordered > -jnp.inf
     if sampling.top_p < 1:
         share = jax.nn.softmax(ordered, axis=-1)

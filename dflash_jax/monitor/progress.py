@@ -201,6 +201,36 @@ class Answering:
         return f"{conversations}  {_rate(self._tokens / seconds)}  eta {_duration(eta_s)}"
 
 
+class Decoded:
+    """Shows how many prompts of an evaluation are decoded. interval_s: seconds between plain lines."""
+
+    def __init__(self, prompts: int, *, interval_s: float = 15.0):
+        self._prompts, self._interval_s = prompts, interval_s
+        self._done = 0
+        self._start_s = time.monotonic()
+        self._next_s = self._start_s + interval_s
+        self._bar = _bar("decoded {n_fmt}/{total_fmt} prompts {bar} {percentage:.0f}%{postfix}", prompts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self) -> None:
+        """Take in that one more prompt is decoded in all ways."""
+        self._done += 1
+        seconds = max(time.monotonic() - self._start_s, 1e-9)
+        eta = _duration((self._prompts - self._done) * seconds / self._done)
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"eta {eta}", refresh=False)
+            self._bar.update(1)
+        elif time.monotonic() >= self._next_s:
+            print(f"decoded {self._done}/{self._prompts} prompts  eta {eta}", file=sys.stderr, flush=True)
+            self._next_s = time.monotonic() + self._interval_s
+
+
 def _bar(look: str, total: int, **options: Any) -> tqdm.tqdm | None:
     """A bar on a terminal, in tqdm's format language; None elsewhere."""
     if not sys.stderr.isatty():

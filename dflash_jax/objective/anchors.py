@@ -53,6 +53,11 @@ def draw_anchors(keys: jax.Array, valid: jax.Array, count: int) -> tuple[jax.Arr
     return jnp.where(kept, index, 0).astype(jnp.int32), kept
 
 
+def block_anchors(batch: Batch, *, seed: int, count: int) -> tuple[jax.Array, jax.Array]:
+    """`draw_anchors` for the records of a batch in its pass."""
+    return draw_anchors(token_keys(seed, batch), valid_anchors(batch.loss_mask, batch.segment_ids), count)
+
+
 def block_labels(
     tokens: jax.Array,
     loss_mask: jax.Array,

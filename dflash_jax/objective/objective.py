@@ -10,11 +10,12 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash_jax.batch import Batch
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.objective.acceptance import Acceptance, acceptance, walk
-from dflash_jax.objective.anchors import block_labels, draw_anchors, token_keys, valid_anchors
+from dflash_jax.objective.anchors import block_anchors, block_labels, token_keys, valid_anchors
 from dflash_jax.objective.head import Head, HeadResult, Rule, Slots, head_loss
 from dflash_jax.objective.head_sample import Draw, HeadSample
 from dflash_jax.objective.noise import with_noise
@@ -48,6 +49,13 @@ class Frozen:
     embedding_scale: jax.Array | None = None
     softcap: jax.Array | None = None
 
+    def covering(self, draft_tokens: np.ndarray | None) -> "Frozen":
+        """The same with no more of its head than the rows of draft_tokens [V'], ascending; None: all of it."""
+        if draft_tokens is None:
+            return self
+        chosen = jax.device_put(jnp.asarray(draft_tokens), self.head.sharding)
+        return dataclasses.replace(self, head=self.head[draft_tokens], draft_tokens=chosen)
+
     def index_of(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rows of the head for tokens [...], and whether each token has one."""
         if self.draft_tokens is None:
@@ -68,6 +76,13 @@ class Frozen:
     def tokens_of(self, index: jax.Array) -> jax.Array:
         """Token ids of head rows [...]."""
         return index if self.draft_tokens is None else self.draft_tokens[index]
+
+    def over_vocabulary(self, logits: jax.Array) -> jax.Array:
+        """[..., V] from logits [..., V'] of the head's rows: -inf for tokens that have none."""
+        if self.draft_tokens is None:
+            return logits
+        everywhere = jnp.full((*logits.shape[:-1], self.embedding.shape[0]), -jnp.inf, logits.dtype)
+        return everywhere.at[..., self.draft_tokens].set(logits)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., V'] float32 logits of drafter states [..., E]."""
@@ -123,20 +138,20 @@ def block_states(
     *,
     anchors: jax.Array,
     kept: jax.Array,
+    width: int | None = None,
 ) -> jax.Array:
     """Drafter states [B, A, W, E] of every block of a batch, each exactly as inference would compute it.
 
-    features: [B, S, T * E] of the target; anchors, kept: [B, A].
+    features: [B, S, T * E] of the target; anchors, kept: [B, A]; width: slots, None for the drafter's block_size.
     """
     config, length = drafter.config, batch.tokens.shape[1]
+    width = width or config.block_size
 
     def at_anchor(values: jax.Array) -> jax.Array:
         return jnp.take_along_axis(values, anchors, axis=1)
 
-    block = embed_blocks(
-        at_anchor(batch.tokens), frozen, block_size=config.block_size, mask_token=config.mask_token
-    )
-    positions = at_anchor(batch.positions)[:, :, None] + jnp.arange(config.block_size)
+    block = embed_blocks(at_anchor(batch.tokens), frozen, block_size=width, mask_token=config.mask_token)
+    positions = at_anchor(batch.positions)[:, :, None] + jnp.arange(width)
     # TRAP: strictly before the anchor; at inference the anchor's own features do not exist yet.
     before = jnp.arange(length)[None, None, :] < anchors[:, :, None]
     same = batch.segment_ids[:, None, :] == at_anchor(batch.segment_ids)[:, :, None]
@@ -164,11 +179,9 @@ def block_loss(
     alive at a time; head_draw: tokens in the softmax, None for all; noise_std: [] of the Gaussian noise that is
     added to the features, and to nothing else.
     """
-    valid = valid_anchors(batch.loss_mask, batch.segment_ids)
-    keys = token_keys(seed, batch)
-    anchors, kept = draw_anchors(keys, valid, anchor_count)
+    anchors, kept = block_anchors(batch, seed=seed, count=anchor_count)
     if noise_std is not None:
-        states = states._replace(features=with_noise(keys, states.features, noise_std))
+        states = states._replace(features=with_noise(token_keys(seed, batch), states.features, noise_std))
     return anchored_loss(
         drafter,
         batch,

@@ -4,7 +4,8 @@
     hybrid    what is on disk is read; the rest is computed, and written while data.features_gib allows
     cached    all are on disk before the first step: those that are missing are computed in a pass of their own
 
-Once the disk holds all of them the target is not loaded, but for the embedding and head that the drafter uses.
+Once the disk holds all of them the target is not loaded, but for the embedding and head that the drafter uses and,
+unless cached, for eval.decode_every.
 """
 
 import contextlib
@@ -36,11 +37,13 @@ FIRST_LINE_S, LINE_S = 3.0, 15.0  # until the first line of a pass that fills th
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """frozen: what the drafter uses of the target, draft vocabulary included; train, heldout: of the data sets."""
+    """frozen: what the drafter uses of the target, draft vocabulary included; train, heldout: of the data sets;
+    target: None where it is not loaded."""
 
     frozen: Frozen
     train: FeatureSource
     heldout: FeatureSource | None
+    target: Target | None
 
 
 @contextlib.contextmanager
@@ -61,7 +64,8 @@ def open_features(
         for store in {store.directory: store for store in stores.values()}.values():
             stack.enter_context(store)
         complete = bool(stores) and all(store.complete for store in stores.values())
-        target = None if mode == "cached" or complete else _load_target(experiment, meshes)
+        needed = mode != "cached" and (not complete or recipe.eval.decode_every > 0)
+        target = _load_target(experiment, meshes) if needed else None
         ends = experiment.load_ends(meshes.drafter) if target is None else target
         frozen = experiment.frozen(ends, meshes.drafter, experiment.draft_tokens(train.records))
         del ends
@@ -74,7 +78,7 @@ def open_features(
         make = functools.partial(_source, experiment, meshes, target=target)
         gib = recipe.pipeline.feature_cache_gib
         sources = {key: make(cache_gib=gib, store=stores.get(key)) for key in datasets}
-        yield Features(frozen, sources["data.train"], sources.get("data.heldout"))
+        yield Features(frozen, sources["data.train"], sources.get("data.heldout"), target)
         # Only after a run that ended well: what a failed one left on the devices may be broken too.
         for found in sources.values():
             found.keep_rest()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from dflash_jax.batch import Batch
@@ -20,6 +21,7 @@ from dflash_jax.training.heldout import HeldOut
 from dflash_jax.training.interrupt import StopRequest
 from dflash_jax.training.pipeline import look_ahead
 from dflash_jax.training.programs import Programs
+from dflash_jax.training.rollout import Rollout
 from dflash_jax.training.state import TrainState
 
 
@@ -57,6 +59,7 @@ def run_steps(
     checkpoints: Checkpoints,
     fingerprint: Fingerprint,
     held_out: HeldOut | None,
+    rollout: Rollout | None,
     stop: StopRequest,
 ) -> tuple[TrainState, int]:
     """Train from `at` to its last step, or until `stop` has received a signal; returns (state, step).
@@ -65,20 +68,29 @@ def run_steps(
     """
     step, cursor, started = at.step, at.cursor, time.perf_counter()
 
-    def evaluate() -> None:
-        log.flush()
-        if held_out is not None:
-            log.log_evaluation(step, held_out.measure(state.params))
-
-    def save() -> None:
-        # Every line up to this step must be on disk first, or a kill would leave a gap in the log.
-        log.flush()
-        checkpoints.save(step, state, cursor=cursor, fingerprint=fingerprint)
-
     def due(interval: int) -> bool:
         return bool(interval) and (step % interval == 0 or step == at.steps)
 
-    if step == 0 and due(recipe.eval.every):
+    def evaluate() -> float | None:
+        """Measure and log what is due; the held-out accept length if that was."""
+        found: dict[str, Any] = {}
+        if held_out is not None and due(recipe.eval.every):
+            log.flush()
+            # What runs on one mesh must not disturb the rates on the other.
+            found |= jax.block_until_ready(held_out.measure(state.params))
+        if rollout is not None and due(recipe.eval.decode_every):
+            log.flush()
+            found |= rollout.measure(state.params)
+        if found:
+            log.log_evaluation(step, found)
+        return float(found["accept_len"]) if "accept_len" in found else None
+
+    def save(accept_len: float | None) -> None:
+        # Every line up to this step must be on disk first, or a kill would leave a gap in the log.
+        log.flush()
+        checkpoints.save(step, state, cursor=cursor, fingerprint=fingerprint, accept_len=accept_len)
+
+    if step == 0:
         evaluate()
     arrived = look_ahead(_featured(batches, source), recipe.pipeline.look_ahead)
     before = time.perf_counter()
@@ -95,13 +107,14 @@ def run_steps(
         }
         log.log_step(step, {**described, **metrics, **timing})
         # An evaluation comes before the save of its step, so that no resume can skip it.
-        if due(recipe.eval.every):
-            evaluate()
-        if due(recipe.checkpoint.every) or stop.received:
-            save()
+        accept_len = evaluate()
+        best = accept_len is not None and checkpoints.is_best(accept_len)
+        if due(recipe.checkpoint.every) or best or stop.received:
+            save(accept_len)
         if step == at.steps or stop.received:
             break
-        before = time.perf_counter() if due(recipe.eval.every) or due(recipe.checkpoint.every) else now
+        occupied = map(due, (recipe.eval.every, recipe.eval.decode_every, recipe.checkpoint.every))
+        before = time.perf_counter() if any(occupied) else now
     log.flush()
     return state, step
 

@@ -11,15 +11,18 @@ import optax
 from flax import nnx
 
 from dflash_jax.batch import Batch
+from dflash_jax.decode.simulate import simulate
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import Meshes
 from dflash_jax.models.drafter import Drafter
+from dflash_jax.objective.anchors import block_anchors
 from dflash_jax.objective.head_sample import Draw
 from dflash_jax.objective.noise import NoiseSchedule
 from dflash_jax.objective.objective import Frozen, LossSums, TargetStates, block_loss
 from dflash_jax.resolve import rule
 from dflash_jax.sharding import materialise, replicated, rows, shardings
 from dflash_jax.training.features import Featured
+from dflash_jax.training.heldout import EvaluateBatch, HeldOutSums
 from dflash_jax.training.state import TrainState, first_state, initial_state
 from dflash_jax.training.step import GradientSums, Objective, apply_gradients, gradient_sums
 
@@ -112,14 +115,30 @@ def make_programs(
     )
 
 
-def make_evaluation(experiment: Experiment, meshes: Meshes) -> Callable[[nnx.State, Featured, Frozen], LossSums]:
-    """The loss sums of one held-out batch, for parameters on the drafter's mesh."""
+def make_evaluation(experiment: Experiment, meshes: Meshes) -> EvaluateBatch:
+    """The sums of one held-out batch, for parameters on the drafter's mesh."""
+    recipe, section = experiment.recipe, experiment.recipe.eval
     structure: nnx.GraphDef[Drafter] = nnx.graphdef(nnx.eval_shape(experiment.initial_drafter))
-    objective = make_objective(experiment, anchors=experiment.recipe.eval.anchors)
+    objective = make_objective(experiment, anchors=section.anchors)
     everywhere, split = replicated(meshes.drafter), rows(meshes.drafter)
 
     def measure(params, batch, states, frozen):
-        return objective(nnx.merge(structure, params), batch, states, frozen, jnp.zeros((), jnp.int32))
+        drafter = nnx.merge(structure, params)
+        losses = objective(drafter, batch, states, frozen, jnp.zeros((), jnp.int32))
+        if not section.budgets:
+            return HeldOutSums(losses, None)
+        anchors, kept = block_anchors(batch, seed=recipe.train.seed, count=section.anchors)
+        trees = simulate(
+            drafter,
+            batch,
+            states.features,
+            frozen,
+            anchors=anchors,
+            kept=kept,
+            budgets=tuple(section.budgets),
+            head_chunk=recipe.objective.head_chunk,
+        )
+        return HeldOutSums(losses, trees)
 
     compiled = jax.jit(measure, in_shardings=(None, split, split, everywhere), out_shardings=everywhere)
     return lambda params, item, frozen: compiled(params, item.batch, item.states, frozen)

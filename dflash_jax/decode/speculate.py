@@ -1,0 +1,116 @@
+"""The loop of speculative decoding: draft after the anchor, verify in one target pass, keep what the target wants.
+
+    draft    from the anchor's token and the features of the tokens before it     one drafter pass
+    verify   the anchor and the drafts                                            one target pass
+    accept   n drafts, as the target decides, and one token of its own;           the next anchor is n + 1 further
+
+How drafts are made and accepted is a Round: a chain (chain.py) or a tree (tree_decoding.py). Everything runs on
+the device in one loop with static shapes. Lengths are tracked, nothing is trimmed by the mask id, and what a
+rejected token left in a cache is overwritten by the next round.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.decode.drafting import DraftContext, empty_context, remember
+from dflash_jax.decode.generate import Sequences, prefill
+from dflash_jax.decode.sampling import Sampling
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.target import Target
+from dflash_jax.models.target_cache import TargetCache
+from dflash_jax.objective.objective import Frozen
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """rows: the finished sequences. accepted, emitted: [B, R] int32, a column for each verify round in order.
+
+    emitted: tokens that the round added to the row: accepted drafts and the target's own token, cut behind a stop
+    token and at the limit; 0 where there was no such round. accepted: drafts accepted, before that cut.
+    """
+
+    rows: Sequences
+    accepted: jax.Array
+    emitted: jax.Array
+
+
+class Outcome(NamedTuple):
+    """What a round decided. tokens: [B, W], of which the first accepted + 1 follow the anchor; accepted: [B].
+
+    features: [B, W, T * E] of the anchor and of the accepted drafts first; cache: with just these.
+    """
+
+    tokens: jax.Array
+    accepted: jax.Array
+    features: jax.Array
+    cache: TargetCache
+
+
+class Anchors(NamedTuple):
+    """Where a round begins: right after the cache. token: [B]; places: [B], the next token's index in its answer,
+    where random numbers are drawn; active: [B] bool, rows that are not done, for the others keep their cache."""
+
+    token: jax.Array
+    cache: TargetCache
+    context: DraftContext
+    places: jax.Array
+    active: jax.Array
+
+
+Round = Callable[[Anchors], Outcome]
+
+
+def speculate(
+    target: Target,
+    drafter: Drafter,
+    frozen: Frozen,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    *,
+    play: Round,
+    room: int,
+    taps: tuple[int, ...],
+    stop: tuple[int, ...],
+    max_new_tokens: int,
+    sampling: Sampling,
+    keys: jax.Array | None,
+) -> Decoded:
+    """Continuations of prompts [B, P] of `lengths` [B], right-padded; rows of length 0 get nothing.
+
+    room: positions that a round writes to, from the anchor on, whatever is accepted of them.
+    """
+    rows = prompts.shape[0]
+    capacity = prompts.shape[1] + max_new_tokens + room
+    stops = jnp.array(stop, jnp.int32)
+    token, features, cache = prefill(
+        target, prompts, lengths, capacity=capacity, taps=taps, sampling=sampling, keys=keys
+    )
+    context = empty_context(drafter, rows, capacity=capacity, dtype=frozen.embedding.dtype)
+    context = remember(drafter, context, features, jnp.zeros_like(lengths))
+    found = Sequences.start(prompts, lengths, capacity=capacity)
+    found = dataclasses.replace(found, done=lengths == 0)
+    found = found.append(token[:, None], jnp.ones_like(lengths), stop=stops, limit=max_new_tokens)
+    nothing = jnp.zeros((rows, max(max_new_tokens - 1, 1)), jnp.int32)
+
+    def body(carry):
+        count, token, cache, context, done = carry
+        rows = done.rows
+        out = play(Anchors(token, cache, context, rows.lengths - rows.prompts, ~rows.done))
+        grown = rows.append(out.tokens, out.accepted + 1, stop=stops, limit=max_new_tokens)
+        accepted = jnp.where(rows.done, 0, out.accepted)
+        done = Decoded(
+            grown,
+            accepted=done.accepted.at[:, count].set(accepted),
+            emitted=done.emitted.at[:, count].set(grown.lengths - rows.lengths),
+        )
+        context = remember(drafter, context, out.features, cache.lengths)
+        token = jnp.take_along_axis(out.tokens, out.accepted[:, None], axis=1)[:, 0]
+        return count + 1, token, out.cache, context, done
+
+    carry = (jnp.zeros((), jnp.int32), token, cache, context, Decoded(found, nothing, nothing))
+    return jax.lax.while_loop(lambda carry: ~carry[-1].rows.done.all(), body, carry)[-1]
