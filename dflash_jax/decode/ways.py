@@ -107,7 +107,7 @@ class Decoding:
         return self._limits.sampling
 
     def __call__(self, way: Way, batch: PromptBatch) -> Rounds:
-        """The answers; what is compiled for them is compiled before the clock starts."""
+        """The answers; a new shape is compiled and run once before the clock starts."""
         arrays = jax.device_put((batch.tokens, batch.lengths, batch.indices), self._in)
         speculator = self._speculators[way.drafter] if way.drafter else None
         try:
@@ -137,8 +137,8 @@ class Decoding:
         if key not in self._compiled:
             whole = jax.jit(functools.partial(_decode, way=way, limits=self._limits), out_shardings=self._out)
             run = self._compiled[key] = whole.lower(self._target, speculator, *arrays).compile()
-            # A first run has costs of its own; without a prompt in any row it ends with the prefill.
-            jax.block_until_ready(run(self._target, speculator, *jax.tree.map(jnp.zeros_like, arrays)))
+            # A first run is slow even when it is compiled, in each of its branches.
+            jax.block_until_ready(run(self._target, speculator, *arrays))
         return self._compiled[key]
 
 

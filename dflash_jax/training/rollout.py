@@ -81,7 +81,6 @@ class Rollout:
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         self._prompts = PromptBatch(tokens, lengths, np.arange(self._decoding.size, dtype=np.int32))
         self._plain: Rounds | None = None
-        self._warm = set[Way]()
 
     def measure(self, params: nnx.State) -> dict[str, float]:
         """Figures of chain decoding with these parameters.
@@ -109,10 +108,6 @@ class Rollout:
         }
 
     def _decoded(self, way: Way) -> Rounds:
-        # The first run of a program takes longer, also when it is compiled.
-        if way not in self._warm:
-            self._warm.add(way)
-            self._decoded(way)
         # A device works in the order of requests: it is idle, and the clock fair, once this last one is done.
         jax.block_until_ready(jax.jit(jnp.zeros, static_argnums=0, out_shardings=replicated(self._mesh))(1))
         try:
