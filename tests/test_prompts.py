@@ -100,8 +100,6 @@ def test_a_package_of_another_layout_is_refused(packages):
     ("name", "count", "first"), [("humaneval", 164, "has_close_elements"), ("mt-bench", 80, "Hawaii")]
 )
 def test_the_real_sets(name, count, first):
-    if importlib.util.find_spec(PACKAGED[name].package) is None:
-        pytest.skip(f"{PACKAGED[name].install} is not installed")
     found = packaged_conversations(name)
     assert len(found) == count
     assert first in found[0].messages[0]["content"]
