@@ -170,9 +170,8 @@ def list_ways(
         slots = config.block_size or most
         if slots > most:
             raise UserError(f"block_size: found {slots}, but {source.path} drafts blocks of at most {most}")
-        chain = Way(CHAIN, source.name, slots=slots, confidence=config.confidence)
-        ways += [chain] if CHAIN in kinds else []
-        ways += [Way(TREE, source.name, budget, slots) for budget in budgets if TREE in kinds]
+        every = ([None] if CHAIN in kinds else []) + (list(budgets) if TREE in kinds else [])
+        ways += [Way(TREE if budget else CHAIN, source.name, budget, slots, config.confidence) for budget in every]
     return ways
 
 

@@ -1,8 +1,11 @@
 """Every test runs on eight virtual CPU devices, and warnings are errors (pyproject.toml)."""
 
+from collections.abc import Iterator
+
 import jax
 import pytest
 from absl import flags
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -42,3 +45,23 @@ def recipe(tmp_path_factory) -> tiny_runs.TinyRecipe:
     """A whole training that is small enough for tests, with a target of its own in each module."""
     root = tmp_path_factory.mktemp("runs")
     return tiny_runs.save_recipe(root, tiny_runs.save_chat_llama(root / "llama"))
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory) -> Iterator[dict[str, str]]:
+    """For trainings with the same programs, which the first one that needs them compiles.
+
+    The result is the environment for a process that is to use them too.
+    """
+    changes = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in changes}
+    for name, value in changes.items():
+        jax.config.update(name, value)
+    yield {name.upper(): str(value) for name, value in changes.items()}
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

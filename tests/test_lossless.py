@@ -151,14 +151,15 @@ def test_a_broken_rollback_is_caught(tmp_path, monkeypatch, fault):
     assert answers(found.rows) != answers(wanted)
 
 
+@pytest.mark.parametrize("way", ["chain", "tree"])
 @pytest.mark.parametrize("confidence", [0.2, 0.6, 1.0])
-def test_blocks_that_end_early_change_no_token_either(tmp_path, confidence):
+def test_leaving_out_what_is_unlikely_changes_no_token_either(tmp_path, confidence, way):
     target = load_target(save_target(tmp_path / "qwen3_5", "qwen3_5").path)
     options = {"stop": (5, 11), "max_new_tokens": NEW}
     plain = quick(functools.partial(generate, **options))
+    program = {"chain": generate_chain, "tree": functools.partial(generate_tree, budget=BUDGET)}[way]
     whole, early = (
-        quick(functools.partial(generate_chain, **options, taps=TAPS, confidence=value))
-        for value in (0.0, confidence)
+        quick(functools.partial(program, **options, taps=TAPS, confidence=value)) for value in (0.0, confidence)
     )
     rounds = []
     for seed in range(3):

@@ -12,6 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from run_files import lines, repeatable, saved_arrays
 
 from dflash_jax import evaluate, train
 from dflash_jax.arguments import build, find_named, read_yaml
@@ -26,32 +27,12 @@ from dflash_jax.training.features import FeatureCache, FeatureSource
 from dflash_jax.training.optim import learning_rate, make_optimizer
 from dflash_jax.training.programs import make_programs
 
-CLOCK = {"step_s", "elapsed_s", "eta_s", "tokens_s", "data_wait_s", "recalled"}
-
 
 @pytest.fixture(scope="module")
 def finished(recipe) -> pathlib.Path:
     """A run of twenty steps, never interrupted."""
     assert train.main(recipe.arguments("whole")) == 0
     return recipe.root / "whole"
-
-
-def lines(run: pathlib.Path, name: str = "train_log.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
-def repeatable(run: pathlib.Path) -> list[dict]:
-    """The log without what a clock or a cold cache changes."""
-    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines(run)]
-
-
-def saved_arrays(run: pathlib.Path, step: int) -> list[np.ndarray]:
-    """Every array of a checkpoint, restored as it was saved."""
-    import orbax.checkpoint as ocp
-
-    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
-        item = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(item)]
 
 
 def start(arguments: list[str]) -> subprocess.Popen:

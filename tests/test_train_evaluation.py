@@ -1,7 +1,6 @@
 """Evaluation while training: trees on held-out data, real decoding of its prompts, and the best checkpoint."""
 
 import functools
-import json
 import os
 import pathlib
 import shutil
@@ -9,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 import tiny_runs
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
+from run_files import lines, repeatable, saved_arrays
 from tiny_models import NO_RULES, one_device
 
 from dflash_jax import train
@@ -30,31 +28,11 @@ from dflash_jax.sharding import replicated
 from dflash_jax.training.checkpoint import Checkpoints, chosen_step
 from dflash_jax.training.heldout import HeldOut
 
-CLOCK = {"step_s", "elapsed_s", "eta_s", "tokens_s", "data_wait_s", "recalled"}
 SHORT = ["data.buckets=[192]", "drafter.layers=1", "optim.lr=1e-2", "checkpoint.every=5", "checkpoint.keep=2"]
 EVALUATED = ["eval.every=3", "eval.budgets=[4,16]"]
 PROMPTS, TOKENS = 5, 12
 DECODED = ["eval.decode_every=4", f"eval.decode_prompts={PROMPTS}", f"eval.decode_tokens={TOKENS}"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory) -> Iterator[dict[str, str]]:
-    """The programs of all these trainings are the same and are compiled by the first one that needs them.
-
-    The result is the environment for a process that is to use them too.
-    """
-    changes = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: jax.config.values[name] for name in changes}
-    for name, value in changes.items():
-        jax.config.update(name, value)
-    yield {name.upper(): str(value) for name, value in changes.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")
@@ -72,24 +50,6 @@ def whole(recipe) -> pathlib.Path:
 def trained(recipe: tiny_runs.TinyRecipe, name: str, *more: str, steps: int = 8) -> pathlib.Path:
     assert train.main(recipe.arguments(name, *SHORT, f"train.steps={steps}", *more)) == 0
     return recipe.root / name
-
-
-def lines(run: pathlib.Path, name: str = "train_log.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
-def repeatable(run: pathlib.Path, name: str = "train_log.jsonl") -> list[dict]:
-    """A log without what a clock or a cold cache changes."""
-    clock = {*CLOCK, "decode_tokens_s", "decode_ratio"}
-    return [{key: value for key, value in line.items() if key not in clock} for line in lines(run, name)]
-
-
-def saved_arrays(run: pathlib.Path, step: int) -> list[np.ndarray]:
-    import orbax.checkpoint as ocp
-
-    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
-        item = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(item)]
 
 
 def test_each_evaluation_is_logged_at_its_steps_and_at_the_first_and_the_last(whole):

@@ -4,18 +4,16 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import json
 import pathlib
 import shutil
 import weakref
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
-from jax.experimental.compilation_cache import compilation_cache
+from run_files import lines, repeatable, saved_arrays
 
 from dflash_jax import train
 from dflash_jax.arguments import build, find_named, read_yaml
@@ -32,27 +30,10 @@ from dflash_jax.training import features as features_module
 from dflash_jax.training.feature_modes import open_features, open_stores
 from dflash_jax.training.features import FeatureSource
 
-CLOCK = {"step_s", "elapsed_s", "eta_s", "tokens_s", "data_wait_s", "recalled"}
 TERMS = "objective.terms={ce: 0.5, tv: 0.5}"  # the second compares with the target's last states
 STEPS = ["train.steps=10", "eval.every=5", "checkpoint.every=5", "data.buckets=[192]", TERMS]
 STEPS += ["pipeline.feature_cache_gib=0", "drafter.layers=1"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory) -> Iterator[None]:
-    """The programs of all these trainings are the same and are compiled by the first one that needs them."""
-    changes = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: jax.config.values[name] for name in changes}
-    for name, value in changes.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")
@@ -72,31 +53,15 @@ def trained(recipe: tiny_runs.TinyRecipe, name: str, *more: str) -> pathlib.Path
     return recipe.root / name
 
 
-def lines(run: pathlib.Path, name: str = "train_log.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
 def recalled(run: pathlib.Path) -> list[float]:
     return [line["recalled"] for line in lines(run)]
 
 
-def saved_arrays(run: pathlib.Path) -> list[np.ndarray]:
-    import orbax.checkpoint as ocp
-
-    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
-        item = manager.restore(10, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(item)]
-
-
 def check_equal(run: pathlib.Path, other: pathlib.Path) -> None:
     """That two runs logged the same figures and saved the same weights, bit for bit."""
-    ours, theirs = (
-        [{key: value for key, value in line.items() if key not in CLOCK} for line in lines(found)]
-        for found in (run, other)
-    )
-    assert ours == theirs
+    assert repeatable(run) == repeatable(other)
     assert lines(run, "eval_log.jsonl") == lines(other, "eval_log.jsonl")
-    for found, expected in zip(saved_arrays(run), saved_arrays(other), strict=True):
+    for found, expected in zip(saved_arrays(run, 10), saved_arrays(other, 10), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tiny_models import frozen_of, load_target, random_drafter, save_drafter
+from zlab_decoding import accepted_by_zlab
 
 from dflash_jax.batch import Batch
 from dflash_jax.config import OptimSection
@@ -86,40 +86,18 @@ def trained(target, drafter, frozen):
     [{"layer_types": (FULL, FULL), "window": None}, {"layer_types": (SLIDING, FULL), "window": 9}],
     ids=["full", "sliding"],
 )
-def test_their_loop_accepts_what_ours_accepts(plain_llama, tmp_path, monkeypatch, kind):
+def test_their_loop_accepts_what_ours_accepts(plain_llama, tmp_path, kind):
     import torch
     from dflash import DFlashDraftModel
-    from dflash import model as published
 
     target = load_target(plain_llama.path)
     frozen = frozen_of(target)
     drafter = trained(target, random_drafter(3, **kind), frozen)
-    width = drafter.config.block_size
     ours = jax.jit(functools.partial(generate_chain, taps=TAPS, stop=NEVER, max_new_tokens=NEW))(
         target, drafter, frozen, PROMPTS, jnp.full(len(PROMPTS), PROMPTS.shape[1])
     )
 
     path = save_drafter(tmp_path / "drafter", drafter, taps=TAPS)
     theirs = DFlashDraftModel.from_pretrained(path, dtype=torch.float32).eval()
-    monkeypatch.setattr(published, "_cuda_time", time.perf_counter)
-    lengths = []
-    for row, prompt in enumerate(PROMPTS):
-        with torch.no_grad():
-            # Their last blocks are shorter than a block; asked for more tokens, none within NEW is.
-            found = published.dflash_generate(
-                theirs,
-                plain_llama.torch_model,
-                torch.tensor(prompt[None].astype(np.int64)),
-                max_new_tokens=NEW + width,
-                stop_token_ids=None,
-                return_stats=True,
-            )
-        whole = len(prompt) + NEW
-        assert found.output_ids[0, :whole].tolist() == ours.rows.tokens[row, :whole].tolist()
-        ends = np.minimum(np.cumsum(found.acceptance_lengths), NEW - 1)
-        emitted = np.diff(ends, prepend=0)
-        emitted = emitted[emitted > 0]
-        assert emitted.tolist() == ours.emitted[row, : len(emitted)].tolist()
-        assert not ours.emitted[row, len(emitted) :].any()
-        lengths += emitted.tolist()
+    lengths = accepted_by_zlab(theirs, plain_llama.torch_model, ours, PROMPTS, new=NEW)
     assert np.mean(lengths) > 2.0, "the drafter learned too little for the comparison to mean anything"

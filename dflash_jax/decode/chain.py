@@ -12,21 +12,18 @@ slot k with  max q_1 * .. * max q_k < c,  which estimates the chance that k draf
 distributions, never at what was drawn from them, so that samples stay exact.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dflash_jax.decode.drafting import draft_logits
+from dflash_jax.decode.early_end import draft_unless, verify_promising
 from dflash_jax.decode.rejection import accept
 from dflash_jax.decode.sampling import GREEDY, Sampling, filtered
 from dflash_jax.decode.speculate import Anchors, Decoded, Outcome, speculate
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
+from dflash_jax.models.target_cache import TargetCache
 from dflash_jax.objective.objective import Frozen
-
-LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # of blocks that are ended early; each is a program of its own
 
 
 def generate_chain(
@@ -50,27 +47,33 @@ def generate_chain(
     confidence: of the most confident row, below which slots are not verified; 0 verifies all.
     """
     slots = width or drafter.config.block_size
-    ends = [length for length in LENGTHS if length < slots and confidence > 0] + [slots]
 
     def play(at: Anchors) -> Outcome:
-        logits = draft_logits(drafter, frozen, at.token, at.cache.lengths, at.context, width=slots)
-        if sampling.temperature == 0:
-            q, drafts = jax.nn.softmax(logits, axis=-1), frozen.tokens_of(jnp.argmax(logits, axis=-1))
-        else:
-            # In the order of the vocabulary, also where the drafter knows a part of it.
-            left = frozen.over_vocabulary(filtered(logits, sampling))
-            q, drafts = jax.nn.softmax(left, axis=-1), jax.vmap(jax.random.categorical)(random(at, 0), left)
-        survival = jnp.where(at.active[:, None], jnp.cumprod(q.max(axis=-1), axis=1), 0)
-        worth = 1 + (survival >= confidence).sum(axis=1).max()
-        branches = [functools.partial(verify, at, drafts.astype(jnp.int32), q, length=length) for length in ends]
-        return jax.lax.switch(jnp.searchsorted(np.array(ends), worth), branches)
+        def draft() -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Drafts [B, W - 1], their distributions [B, W - 1, V'], and the chance [B, W - 1] to come so far."""
+            logits = draft_logits(drafter, frozen, at.token, at.cache.lengths, at.context, width=slots)
+            if sampling.temperature == 0:
+                q, drafts = jax.nn.softmax(logits, axis=-1), frozen.tokens_of(jnp.argmax(logits, axis=-1))
+            else:
+                # In the order of the vocabulary, also where the drafter knows a part of it.
+                left = frozen.over_vocabulary(filtered(logits, sampling))
+                q, drafts = jax.nn.softmax(left, axis=-1), jax.vmap(jax.random.categorical)(random(at, 0), left)
+            return drafts.astype(jnp.int32), q, jnp.cumprod(q.max(axis=-1), axis=1)
 
-    def verify(at: Anchors, drafts: jax.Array, q: jax.Array, *, length: int) -> Outcome:
-        """The verdict on a block of `length` slots. drafts: [B, W - 1] of all slots; q: [B, W - 1, V']."""
-        drafts, q = drafts[:, : length - 1], q[:, : length - 1]
+        drafts, q, survival = draft_unless(at.resting, draft, confidence=confidence)
+
+        def verify(cache: TargetCache, *, length: int) -> Outcome:
+            return verdict(at._replace(cache=cache), drafts[:, : length - 1], q[:, : length - 1])
+
+        probability = jnp.where(at.active[:, None], survival, 0)
+        return verify_promising(verify, at.cache, probability, confidence=confidence)
+
+    def verdict(at: Anchors, drafts: jax.Array, q: jax.Array) -> Outcome:
+        """What the target says of drafts [B, D] from the distributions q [B, D, V'], padded to all slots."""
         block = jnp.concatenate([at.token[:, None], drafts], axis=1)
         features, last, step = target.step(block, at.cache, taps=taps)
         found = target.logits(last)
+        length = block.shape[1]
         if sampling.temperature == 0:
             tokens = jnp.argmax(found, axis=-1).astype(jnp.int32)
             accepted = jnp.cumprod(drafts == tokens[:, :-1], axis=1).sum(axis=1).astype(jnp.int32)
@@ -80,10 +83,12 @@ def generate_chain(
             accepted, rest = accept(drafts, q, p, uniforms[:, : length - 1])
             after = jax.vmap(jax.random.categorical)(random(at, 2), jnp.log(rest)).astype(jnp.int32)[:, None]
             tokens = jnp.where(jnp.arange(length) == accepted[:, None], after, jnp.pad(drafts, ((0, 0), (0, 1))))
-        cache = step.keep(jnp.where(at.active, accepted + 1, 0))
-        rest_of_block = ((0, 0), (0, slots - length))
         return Outcome(
-            jnp.pad(tokens, rest_of_block), accepted, jnp.pad(features, (*rest_of_block, (0, 0))), cache
+            tokens=jnp.pad(tokens, ((0, 0), (0, slots - length))),
+            accepted=accepted,
+            features=jnp.pad(features, ((0, 0), (0, slots - length), (0, 0))),
+            cache=step.keep(jnp.where(at.active, accepted + 1, 0)),
+            promising=jnp.array(length > 1),
         )
 
     def random(at: Anchors, use: int) -> jax.Array:

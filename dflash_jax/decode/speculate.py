@@ -6,12 +6,12 @@
 
 How drafts are made and accepted is a Round: a chain (chain.py) or a tree (tree_decoding.py). Everything runs on
 the device in one loop with static shapes. Lengths are tracked, nothing is trimmed by the mask id, and what a
-rejected token left in a cache is overwritten by the next round.
+rejected token left in a cache is overwritten by the next round. Where drafts promise nothing, few rounds draft.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
 from dflash_jax.models.target_cache import TargetCache
 from dflash_jax.objective.objective import Frozen
+
+LONGEST_REST = 7
 
 
 @jax.tree_util.register_dataclass
@@ -42,24 +44,48 @@ class Decoded:
 class Outcome(NamedTuple):
     """What a round decided. tokens: [B, W], of which the first accepted + 1 follow the anchor; accepted: [B].
 
-    features: [B, W, T * E] of the anchor and of the accepted drafts first; cache: with just these.
+    features: [B, W, T * E] of the anchor and of the accepted drafts first; cache: with just these; promising: []
+    bool, whether any draft was verified.
     """
 
     tokens: jax.Array
     accepted: jax.Array
     features: jax.Array
     cache: TargetCache
+    promising: jax.Array
 
 
 class Anchors(NamedTuple):
     """Where a round begins: right after the cache. token: [B]; places: [B], the next token's index in its answer,
-    where random numbers are drawn; active: [B] bool, rows that are not done, for the others keep their cache."""
+    where random numbers are drawn; active: [B] bool, rows that are not done, for the others keep their cache;
+    resting: [] bool, whether this round is to be a plain step."""
 
     token: jax.Array
     cache: TargetCache
     context: DraftContext
     places: jax.Array
     active: jax.Array
+    resting: jax.Array
+
+
+class Pace(NamedTuple):
+    """How often to draft. vain: [] int32, drafts in a row that were not promising; rest: [] int32, plain steps
+    before the next draft: none after the first such draft, then 1, 3, and at most LONGEST_REST."""
+
+    vain: jax.Array
+    rest: jax.Array
+
+    @classmethod
+    def start(cls) -> Self:
+        """Of the first round."""
+        return cls(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+    def after(self, promising: jax.Array) -> Self:
+        """Of the next round; promising: as of the Outcome of this one."""
+        vain = jnp.where(promising, 0, self.vain + 1)
+        rest = jnp.minimum(2 ** jnp.maximum(vain - 1, 0) - 1, LONGEST_REST)
+        resting = self.rest > 0
+        return type(self)(jnp.where(resting, self.vain, vain), jnp.where(resting, self.rest - 1, rest))
 
 
 Round = Callable[[Anchors], Outcome]
@@ -98,9 +124,9 @@ def speculate(
     nothing = jnp.zeros((rows, max(max_new_tokens - 1, 1)), jnp.int32)
 
     def body(carry):
-        count, token, cache, context, done = carry
+        count, token, cache, context, pace, done = carry
         rows = done.rows
-        out = play(Anchors(token, cache, context, rows.lengths - rows.prompts, ~rows.done))
+        out = play(Anchors(token, cache, context, rows.lengths - rows.prompts, ~rows.done, pace.rest > 0))
         grown = rows.append(out.tokens, out.accepted + 1, stop=stops, limit=max_new_tokens)
         accepted = jnp.where(rows.done, 0, out.accepted)
         done = Decoded(
@@ -110,7 +136,7 @@ def speculate(
         )
         context = remember(drafter, context, out.features, cache.lengths)
         token = jnp.take_along_axis(out.tokens, out.accepted[:, None], axis=1)[:, 0]
-        return count + 1, token, out.cache, context, done
+        return count + 1, token, out.cache, context, pace.after(out.promising), done
 
-    carry = (jnp.zeros((), jnp.int32), token, cache, context, Decoded(found, nothing, nothing))
+    carry = (jnp.zeros((), jnp.int32), token, cache, context, Pace.start(), Decoded(found, nothing, nothing))
     return jax.lax.while_loop(lambda carry: ~carry[-1].rows.done.all(), body, carry)[-1]

@@ -8,17 +8,20 @@ The token at a node is the target's argmax, or its sample with the noise that pl
 place. So the text is that of plain decoding at any temperature, whatever the tree.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from dflash_jax.decode.drafting import draft_logits
+from dflash_jax.decode.early_end import draft_unless, verify_promising
 from dflash_jax.decode.sampling import GREEDY, Sampling, filtered, noise
 from dflash_jax.decode.speculate import Anchors, Decoded, Outcome, speculate
-from dflash_jax.decode.tree import best_tree, candidates, follow
+from dflash_jax.decode.tree import Tree, best_tree, candidates, follow
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
+from dflash_jax.models.target_cache import TargetCache
 from dflash_jax.objective.objective import Frozen
 
 
@@ -36,34 +39,51 @@ def generate_tree(
     sampling: Sampling = GREEDY,
     keys: jax.Array | None = None,
     width: int | None = None,
+    confidence: float = 0.0,
 ) -> Decoded:
     """Continuations of prompts [B, P] of `lengths` [B], drafted as trees of `budget` nodes behind the anchor.
 
     keys: [B] random keys, needed unless the sampling is greedy; width: slots of a block, and so the deepest node's
-    depth and one more; None is the drafter's block size.
+    depth and one more; None is the drafter's block size; confidence: nodes less probable than that, in the most
+    confident row, are not verified; 0 verifies all.
     """
     slots = width or drafter.config.block_size
 
     def play(at: Anchors) -> Outcome:
-        logits = draft_logits(drafter, frozen, at.token, at.cache.lengths, at.context, width=slots)
-        tokens, log_probs = candidates(logits, budget)
-        tree = jax.vmap(functools.partial(best_tree, budget=budget))(frozen.tokens_of(tokens), log_probs)
-        nodes = jnp.concatenate([at.token[:, None], tree.tokens], axis=1)
-        parents = jnp.pad(tree.parents, ((0, 0), (1, 0)), constant_values=-1)
+        def draft() -> Tree:
+            logits = draft_logits(drafter, frozen, at.token, at.cache.lengths, at.context, width=slots)
+            tokens, log_probs = candidates(logits, budget)
+            return jax.vmap(functools.partial(best_tree, budget=budget))(frozen.tokens_of(tokens), log_probs)
+
+        tree = draft_unless(at.resting, draft, confidence=confidence)
+        probability = jnp.where(tree.valid & at.active[:, None], jnp.exp(tree.scores), 0)
+
+        def verify(cache: TargetCache, *, length: int) -> Outcome:
+            return verdict(at._replace(cache=cache), tree, length=length)
+
+        return verify_promising(verify, at.cache, probability, confidence=confidence)
+
+    def verdict(at: Anchors, tree: Tree, *, length: int) -> Outcome:
+        """What the target says of the anchor and of the first length - 1 nodes of the tree [B]."""
+        nodes = jnp.concatenate([at.token[:, None], tree.tokens], axis=1)[:, :length]
+        parents = jnp.pad(tree.parents, ((0, 0), (1, 0)), constant_values=-1)[:, :length]
         features, last, step = target.step(nodes, at.cache, taps=taps, parents=parents)
         found = target.logits(last)
         if sampling.temperature > 0:
             assert keys is not None
-            vocab, depths = found.shape[-1], jnp.pad(tree.depths, ((0, 0), (1, 0)))
+            vocab, depths = found.shape[-1], jnp.pad(tree.depths, ((0, 0), (1, 0)))[:, :length]
             added = jnp.stack([noise(keys, at.places + depth, vocab=vocab) for depth in range(slots)], axis=1)
             found = filtered(found, sampling) + jax.vmap(lambda rows, depth: rows[depth])(added, depths)
         chosen = jnp.argmax(found, axis=-1).astype(jnp.int32)
-        path, count = jax.vmap(functools.partial(follow, steps=slots - 1))(tree, chosen)
+        verified = dataclasses.replace(tree, valid=tree.valid & (jnp.arange(budget) < length - 1))
+        wanted = jnp.pad(chosen, ((0, 0), (0, budget + 1 - length)))
+        path, count = jax.vmap(functools.partial(follow, steps=slots - 1))(verified, wanted)
         return Outcome(
             tokens=jnp.take_along_axis(chosen, path, axis=1),
             accepted=count - 1,
             features=jnp.take_along_axis(features, path[..., None], axis=1),
             cache=step.keep(jnp.where(at.active, count, 0), path=path),
+            promising=jnp.array(length > 1),
         )
 
     return speculate(

@@ -26,7 +26,7 @@ KINDS = PLAIN, CHAIN, TREE = "plain", "chain", "tree"
 @dataclasses.dataclass(frozen=True)
 class Way:
     """kind: PLAIN, CHAIN or TREE; drafter: its name, None for PLAIN; budget: of a TREE; slots: of a block;
-    confidence: of a CHAIN, below which drafts are not verified."""
+    confidence: below which drafts are not verified."""
 
     kind: str
     drafter: str | None = None
@@ -163,10 +163,10 @@ def _decode(
     if speculator is None:
         found = generate(target, prompts, lengths, **options)
         return found.tokens, found.lengths
-    options |= {"taps": speculator.taps, "width": way.slots}
+    options |= {"taps": speculator.taps, "width": way.slots, "confidence": way.confidence}
     models = (target, speculator.drafter, speculator.frozen)
     if way.budget is None:
-        decoded = generate_chain(*models, prompts, lengths, confidence=way.confidence, **options)
+        decoded = generate_chain(*models, prompts, lengths, **options)
     else:
         decoded = generate_tree(*models, prompts, lengths, budget=way.budget, **options)
     return decoded.rows.tokens, decoded.rows.lengths, decoded.accepted, decoded.emitted

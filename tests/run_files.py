@@ -1,0 +1,28 @@
+"""What a training has written, for comparison with another one."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+CLOCK = {"step_s", "elapsed_s", "eta_s", "tokens_s", "data_wait_s", "recalled", "decode_tokens_s", "decode_ratio"}
+
+
+def lines(run: pathlib.Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def repeatable(run: pathlib.Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
+    """A log without what a clock or a cold cache changes."""
+    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines(run, name)]
+
+
+def saved_arrays(run: pathlib.Path, step: int) -> list[np.ndarray]:
+    """Every array of a checkpoint, restored as it was saved."""
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
+        item = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(item)]
