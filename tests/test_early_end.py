@@ -6,20 +6,22 @@ import numpy as np
 import pytest
 
 from dflash_jax.decode.early_end import draft_unless, verify_promising
-from dflash_jax.decode.speculate import Outcome, Pace
+from dflash_jax.decode.speculate import Anchors, Outcome, Pace
 from dflash_jax.models.target_cache import TargetCache
 
 CACHE = TargetCache((), jnp.array([5, 7]), capacity=32)
+YES, NO = jnp.array(True), jnp.array(False)
 
 
-def verified(probability: np.ndarray, confidence: float) -> int:
+def verified(probability: np.ndarray, confidence: float, *, active: tuple[bool, bool] = (True, True)) -> int:
     """Slots of the block that is verified, the anchor's included."""
 
-    def verify(cache: TargetCache, *, length: int) -> Outcome:
+    def verify(at: Anchors, *, length: int) -> Outcome:
         tokens = jnp.full((2, 6), length)
-        return Outcome(tokens, jnp.zeros(2, jnp.int32), jnp.zeros((2, 6, 1)), cache, jnp.array(length > 1))
+        return Outcome(tokens, jnp.zeros(2, jnp.int32), at.cache, at.context, jnp.array(length > 1))
 
-    out = jax.jit(lambda rows: verify_promising(verify, CACHE, rows, confidence=confidence))(probability)
+    at = Anchors(jnp.zeros(2, jnp.int32), CACHE, (), jnp.zeros(2, jnp.int32), jnp.array(active), NO)
+    out = jax.jit(lambda at, rows: verify_promising(verify, at, rows, confidence=confidence))(at, probability)
     length = int(out.tokens[0, 0])
     assert bool(out.promising) == (length > 1)
     assert out.cache.lengths.tolist() == [5, 7]
@@ -42,18 +44,22 @@ def test_what_is_promising_in_any_row_is_verified(probability, length):
     assert verified(rows, 0.5) == length
     assert verified(rows[::-1], 0.5) == length
     assert verified(rows, 0.0) == 6
+    assert verified(rows, 0.5, active=(True, False)) == 1
 
 
 @pytest.mark.parametrize(
     ("promising", "drafts"),
     [
-        ((), [0, 1, 3, 7, 15, 23, 31, 39]),  # with 1, 3, and then always 7 steps between them
-        ((7, 8), [0, 1, 3, 7, 8, 9, 10, 12, 16, 24, 32]),  # after one that is promising, all is as at the start
+        ((), [0, 1, 3, 7, 15, 31, 47]),  # with 1, 3, 7, and then always 15 steps between them
+        (
+            (7, 8),
+            [0, 1, 3, 7, 8, 9, 10, 12, 16, 24, 40, 56],
+        ),  # after one that is promising, all is as at the start
     ],
 )
 def test_after_drafts_in_vain_some_rounds_are_plain_steps(promising, drafts):
     pace, found = Pace.start(), []
-    for number in range(40):
+    for number in range(60):
         found += [number] if pace.rest == 0 else []
         pace = pace.after(jnp.array(number in promising))
     assert found == drafts
@@ -61,6 +67,6 @@ def test_after_drafts_in_vain_some_rounds_are_plain_steps(promising, drafts):
 
 def test_a_round_without_a_draft_finds_nothing_promising():
     find = jax.jit(lambda resting: draft_unless(resting, lambda: jnp.ones((2, 5)), confidence=0.5))
-    assert find(jnp.array(True)).tolist() == np.zeros((2, 5)).tolist()
-    assert find(jnp.array(False)).tolist() == np.ones((2, 5)).tolist()
+    assert find(YES).tolist() == np.zeros((2, 5)).tolist()
+    assert find(NO).tolist() == np.ones((2, 5)).tolist()
     assert verified(np.zeros((2, 5), np.float32), 0.5) == 1

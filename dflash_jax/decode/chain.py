@@ -15,14 +15,13 @@ distributions, never at what was drawn from them, so that samples stay exact.
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.decode.drafting import draft_logits
+from dflash_jax.decode.drafting import draft_logits, remember
 from dflash_jax.decode.early_end import draft_unless, verify_promising
 from dflash_jax.decode.rejection import accept
 from dflash_jax.decode.sampling import GREEDY, Sampling, filtered
 from dflash_jax.decode.speculate import Anchors, Decoded, Outcome, speculate
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
-from dflash_jax.models.target_cache import TargetCache
 from dflash_jax.objective.objective import Frozen
 
 
@@ -62,11 +61,10 @@ def generate_chain(
 
         drafts, q, survival = draft_unless(at.resting, draft, confidence=confidence)
 
-        def verify(cache: TargetCache, *, length: int) -> Outcome:
-            return verdict(at._replace(cache=cache), drafts[:, : length - 1], q[:, : length - 1])
+        def verify(at: Anchors, *, length: int) -> Outcome:
+            return verdict(at, drafts[:, : length - 1], q[:, : length - 1])
 
-        probability = jnp.where(at.active[:, None], survival, 0)
-        return verify_promising(verify, at.cache, probability, confidence=confidence)
+        return verify_promising(verify, at, survival, confidence=confidence)
 
     def verdict(at: Anchors, drafts: jax.Array, q: jax.Array) -> Outcome:
         """What the target says of drafts [B, D] from the distributions q [B, D, V'], padded to all slots."""
@@ -86,8 +84,8 @@ def generate_chain(
         return Outcome(
             tokens=jnp.pad(tokens, ((0, 0), (0, slots - length))),
             accepted=accepted,
-            features=jnp.pad(features, ((0, 0), (0, slots - length), (0, 0))),
             cache=step.keep(jnp.where(at.active, accepted + 1, 0)),
+            context=remember(drafter, at.context, features, at.cache.lengths),
             promising=jnp.array(length > 1),
         )
 

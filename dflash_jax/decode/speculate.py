@@ -24,7 +24,7 @@ from dflash_jax.models.target import Target
 from dflash_jax.models.target_cache import TargetCache
 from dflash_jax.objective.objective import Frozen
 
-LONGEST_REST = 7
+LONGEST_REST = 15
 
 
 @jax.tree_util.register_dataclass
@@ -41,24 +41,10 @@ class Decoded:
     emitted: jax.Array
 
 
-class Outcome(NamedTuple):
-    """What a round decided. tokens: [B, W], of which the first accepted + 1 follow the anchor; accepted: [B].
-
-    features: [B, W, T * E] of the anchor and of the accepted drafts first; cache: with just these; promising: []
-    bool, whether any draft was verified.
-    """
-
-    tokens: jax.Array
-    accepted: jax.Array
-    features: jax.Array
-    cache: TargetCache
-    promising: jax.Array
-
-
 class Anchors(NamedTuple):
-    """Where a round begins: right after the cache. token: [B]; places: [B], the next token's index in its answer,
-    where random numbers are drawn; active: [B] bool, rows that are not done, for the others keep their cache;
-    resting: [] bool, whether this round is to be a plain step."""
+    """Where a round begins: right after what the cache and the context hold. token: [B]; places: [B], the next
+    token's index in its answer, where random numbers are drawn; active: [B] bool, rows that are not done, for the
+    others keep their cache; resting: [] bool, whether this round is to be a plain step."""
 
     token: jax.Array
     cache: TargetCache
@@ -68,9 +54,22 @@ class Anchors(NamedTuple):
     resting: jax.Array
 
 
+class Outcome(NamedTuple):
+    """What a round decided. tokens: [B, W], of which the first accepted + 1 follow the anchor; accepted: [B].
+
+    cache, context: with the anchor and the accepted drafts; promising: [] bool, whether any draft was verified.
+    """
+
+    tokens: jax.Array
+    accepted: jax.Array
+    cache: TargetCache
+    context: DraftContext
+    promising: jax.Array
+
+
 class Pace(NamedTuple):
     """How often to draft. vain: [] int32, drafts in a row that were not promising; rest: [] int32, plain steps
-    before the next draft: none after the first such draft, then 1, 3, and at most LONGEST_REST."""
+    before the next draft: none after the first such draft, then 1, 3, 7, and LONGEST_REST at most."""
 
     vain: jax.Array
     rest: jax.Array
@@ -134,9 +133,8 @@ def speculate(
             accepted=done.accepted.at[:, count].set(accepted),
             emitted=done.emitted.at[:, count].set(grown.lengths - rows.lengths),
         )
-        context = remember(drafter, context, out.features, cache.lengths)
         token = jnp.take_along_axis(out.tokens, out.accepted[:, None], axis=1)[:, 0]
-        return count + 1, token, out.cache, context, pace.after(out.promising), done
+        return count + 1, token, out.cache, out.context, pace.after(out.promising), done
 
     carry = (jnp.zeros((), jnp.int32), token, cache, context, Pace.start(), Decoded(found, nothing, nothing))
     return jax.lax.while_loop(lambda carry: ~carry[-1].rows.done.all(), body, carry)[-1]

@@ -14,14 +14,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.decode.drafting import draft_logits
+from dflash_jax.decode.drafting import draft_logits, remember
 from dflash_jax.decode.early_end import draft_unless, verify_promising
 from dflash_jax.decode.sampling import GREEDY, Sampling, filtered, noise
 from dflash_jax.decode.speculate import Anchors, Decoded, Outcome, speculate
 from dflash_jax.decode.tree import Tree, best_tree, candidates, follow
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
-from dflash_jax.models.target_cache import TargetCache
 from dflash_jax.objective.objective import Frozen
 
 
@@ -56,14 +55,10 @@ def generate_tree(
             return jax.vmap(functools.partial(best_tree, budget=budget))(frozen.tokens_of(tokens), log_probs)
 
         tree = draft_unless(at.resting, draft, confidence=confidence)
-        probability = jnp.where(tree.valid & at.active[:, None], jnp.exp(tree.scores), 0)
+        probability = jnp.where(tree.valid, jnp.exp(tree.scores), 0)
+        return verify_promising(functools.partial(verdict, tree), at, probability, confidence=confidence)
 
-        def verify(cache: TargetCache, *, length: int) -> Outcome:
-            return verdict(at._replace(cache=cache), tree, length=length)
-
-        return verify_promising(verify, at.cache, probability, confidence=confidence)
-
-    def verdict(at: Anchors, tree: Tree, *, length: int) -> Outcome:
+    def verdict(tree: Tree, at: Anchors, *, length: int) -> Outcome:
         """What the target says of the anchor and of the first length - 1 nodes of the tree [B]."""
         nodes = jnp.concatenate([at.token[:, None], tree.tokens], axis=1)[:, :length]
         parents = jnp.pad(tree.parents, ((0, 0), (1, 0)), constant_values=-1)[:, :length]
@@ -78,11 +73,12 @@ def generate_tree(
         verified = dataclasses.replace(tree, valid=tree.valid & (jnp.arange(budget) < length - 1))
         wanted = jnp.pad(chosen, ((0, 0), (0, budget + 1 - length)))
         path, count = jax.vmap(functools.partial(follow, steps=slots - 1))(verified, wanted)
+        walked = jnp.take_along_axis(features, path[:, :length, None], axis=1)
         return Outcome(
             tokens=jnp.take_along_axis(chosen, path, axis=1),
             accepted=count - 1,
-            features=jnp.take_along_axis(features, path[..., None], axis=1),
             cache=step.keep(jnp.where(at.active, count, 0), path=path),
+            context=remember(drafter, at.context, walked, at.cache.lengths),
             promising=jnp.array(length > 1),
         )
 
