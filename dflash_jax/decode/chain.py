@@ -86,7 +86,6 @@ def generate_chain(
             accepted=accepted,
             cache=step.keep(jnp.where(at.active, accepted + 1, 0)),
             context=remember(drafter, at.context, features, at.cache.lengths),
-            promising=jnp.array(length > 1),
         )
 
     def random(at: Anchors, use: int) -> jax.Array:

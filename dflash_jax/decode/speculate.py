@@ -6,7 +6,7 @@
 
 How drafts are made and accepted is a Round: a chain (chain.py) or a tree (tree_decoding.py). Everything runs on
 the device in one loop with static shapes. Lengths are tracked, nothing is trimmed by the mask id, and what a
-rejected token left in a cache is overwritten by the next round. Where drafts promise nothing, few rounds draft.
+rejected token left in a cache is overwritten by the next round. Where drafts come to nothing, few rounds draft.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from dflash_jax.models.target import Target
 from dflash_jax.models.target_cache import TargetCache
 from dflash_jax.objective.objective import Frozen
 
-LONGEST_REST = 15
+LONGEST_REST = 31
 
 
 @jax.tree_util.register_dataclass
@@ -57,19 +57,18 @@ class Anchors(NamedTuple):
 class Outcome(NamedTuple):
     """What a round decided. tokens: [B, W], of which the first accepted + 1 follow the anchor; accepted: [B].
 
-    cache, context: with the anchor and the accepted drafts; promising: [] bool, whether any draft was verified.
+    cache, context: with the anchor and the accepted drafts.
     """
 
     tokens: jax.Array
     accepted: jax.Array
     cache: TargetCache
     context: DraftContext
-    promising: jax.Array
 
 
 class Pace(NamedTuple):
-    """How often to draft. vain: [] int32, drafts in a row that were not promising; rest: [] int32, plain steps
-    before the next draft: none after the first such draft, then 1, 3, 7, and LONGEST_REST at most."""
+    """How often to draft. vain: [] int32, drafts in a row of which nothing was accepted; rest: [] int32, plain
+    steps before the next draft: none after the first such draft, then 1, 3, 7, and LONGEST_REST at most."""
 
     vain: jax.Array
     rest: jax.Array
@@ -79,9 +78,9 @@ class Pace(NamedTuple):
         """Of the first round."""
         return cls(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def after(self, promising: jax.Array) -> Self:
-        """Of the next round; promising: as of the Outcome of this one."""
-        vain = jnp.where(promising, 0, self.vain + 1)
+    def after(self, accepted: jax.Array) -> Self:
+        """Of the next round; accepted: [] bool, whether this one accepted a draft."""
+        vain = jnp.where(accepted, 0, self.vain + 1)
         rest = jnp.minimum(2 ** jnp.maximum(vain - 1, 0) - 1, LONGEST_REST)
         resting = self.rest > 0
         return type(self)(jnp.where(resting, self.vain, vain), jnp.where(resting, self.rest - 1, rest))
@@ -134,7 +133,7 @@ def speculate(
             emitted=done.emitted.at[:, count].set(grown.lengths - rows.lengths),
         )
         token = jnp.take_along_axis(out.tokens, out.accepted[:, None], axis=1)[:, 0]
-        return count + 1, token, out.cache, out.context, pace.after(out.promising), done
+        return count + 1, token, out.cache, out.context, pace.after((accepted > 0).any()), done
 
     carry = (jnp.zeros((), jnp.int32), token, cache, context, Pace.start(), Decoded(found, nothing, nothing))
     return jax.lax.while_loop(lambda carry: ~carry[-1].rows.done.all(), body, carry)[-1]

@@ -79,7 +79,6 @@ def generate_tree(
             accepted=count - 1,
             cache=step.keep(jnp.where(at.active, count, 0), path=path),
             context=remember(drafter, at.context, walked, at.cache.lengths),
-            promising=jnp.array(length > 1),
         )
 
     return speculate(
