@@ -219,7 +219,10 @@ class EvaluateConfig:
     budget: str = option("15,32,64", "nodes of a tree besides its root, one number or several")
     block_size: int | None = option(None, "slots drafted at a time; null: the drafter's own", low=2)
     confidence: float = option(
-        0.0, "drafts that are accepted with less probability are not verified; 0: all are", low=0.0, high=1.0
+        0.0,
+        "drafts less likely to be accepted are not verified, and few are made where none is accepted; 0: all are",
+        low=0.0,
+        high=1.0,
     )
     draft_vocab: int | None = option(
         None, "draft only so many tokens, those most frequent in the training data of `run`; null: all", low=2
