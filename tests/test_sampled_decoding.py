@@ -79,6 +79,7 @@ WAYS = {
     "chain": (generate_chain, {"taps": (0, 1)}),
     "chain that ends early": (generate_chain, {"taps": (0, 1), "confidence": 0.3}),
     "tree": (generate_tree, {"taps": (0, 1), "budget": 5}),
+    "tree without unlikely nodes": (generate_tree, {"taps": (0, 1), "budget": 5, "confidence": 0.1}),
 }
 
 

@@ -1,7 +1,7 @@
 """Verifying only what is likely to be accepted: the first slots of a chain, the most probable nodes of a tree.
 
 How many those are is known while decoding only, and shapes are static, so there is one program for each of a few
-lengths, of which a round runs one.
+lengths, of which a round runs the next longer one. A round that rests (speculate.Pace) does not even draft.
 """
 
 import functools

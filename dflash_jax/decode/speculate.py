@@ -24,7 +24,7 @@ from dflash_jax.models.target import Target
 from dflash_jax.models.target_cache import TargetCache
 from dflash_jax.objective.objective import Frozen
 
-LONGEST_REST = 31
+LONGEST_REST = 31  # plain steps between two drafts
 
 
 @jax.tree_util.register_dataclass
