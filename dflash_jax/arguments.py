@@ -6,7 +6,9 @@ Reading and typing is OmegaConf's; this adds the nearest valid name for a typo, 
 import dataclasses
 import difflib
 import math
+import os
 import pathlib
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,26 +19,46 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dflash_jax.config import MISSING
-from dflash_jax.errors import UserError
+from dflash_jax.errors import HangError, UserError
 
 C = TypeVar("C")
 _PACKAGE = pathlib.Path(__file__).parent
+KEY = re.compile(r"[^\s.\[\]]+(\.[^\s.\[\]]+)*")  # names with dots between
+SPAN = re.compile(r"\d+:\d+")  # such as profile.steps=20:24; YAML takes it for a number to the base of 60
+# What a value of a type is called, one and several.
+KINDS = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    bool: ("true or false", "true or false"),
+    str: ("text", "texts"),
+    Any: ("a value", "values"),
+}
 
 
 def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
     """["a.b=1", "c=x"] -> {"a": {"b": 1}, "c": "x"}. Raises UserError for anything that is not key=value."""
-    seen = set()
+    seen, spelled = list[str](), list[str]()
     for argument in arguments:
-        key, equals, _ = argument.partition("=")
-        if not equals or not key:
+        key, equals, value = argument.partition("=")
+        if not equals or not KEY.fullmatch(key):
             raise UserError(f"argument {argument!r} is not of the form key=value (see --help)")
         if key in seen:
             raise UserError(f"key {key!r} is given twice")
-        seen.add(key)
-    try:
-        tree = OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
-    except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"arguments {' '.join(arguments)}: {_first_line(error)}") from None
+        for other in seen:
+            if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
+                raise UserError(
+                    f"keys {other!r} and {key!r} are given, and one is inside the other; give one of them"
+                )
+        seen.append(key)
+        spelled.append(f'{key}="{value}"' if SPAN.fullmatch(value) else argument)
+        try:
+            OmegaConf.from_dotlist(spelled[-1:])
+        except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+            raise UserError(
+                f"argument {argument!r}: not valid YAML ({_yaml_problem(error)}); a text takes quotes "
+                f"""inside the shell's: {key}='"{value}"'"""
+            ) from None
+    tree = OmegaConf.to_container(OmegaConf.from_dotlist(spelled))
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
 
@@ -48,7 +70,7 @@ def read_yaml(file: pathlib.Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from None
     except Exception as error:  # the YAML reader raises errors of many kinds
-        raise UserError(f"{file}: not valid YAML ({_first_line(error)})") from None
+        raise UserError(f"{file}: not valid YAML ({_yaml_fault(error)})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{file}: expected a mapping of keys, found {type(tree).__name__}")
     return {str(key): value for key, value in tree.items()}
@@ -58,7 +80,8 @@ def find_named(folder: str, name: str, *, key: str) -> pathlib.Path:
     """The file that `key=name` means: a YAML file's path, or a name in ./folder or in the installed folder."""
     if name.endswith((".yaml", ".yml")):
         if not pathlib.Path(name).is_file():
-            raise UserError(f"{key}: file {name} does not exist")
+            fault = "is a folder" if pathlib.Path(name).exists() else "does not exist"
+            raise UserError(f"{key}: file {name} {fault}")
         return pathlib.Path(name)
     places = [pathlib.Path(folder), _PACKAGE.parent / folder, _PACKAGE / folder]
     for place in places:
@@ -82,14 +105,18 @@ def build(schema: type[C], sources: Sequence[tuple[str, Mapping[str, Any]]]) -> 
         try:
             merged = OmegaConf.merge(merged, OmegaConf.create(dict(tree)))
         except OmegaConfBaseException as error:
-            key = getattr(error, "full_key", None) or "?"
-            raise UserError(f"{origin}: {key}: {_first_line(error)}") from None
+            raise UserError(f"{origin}: {_wrong_type(schema, tree, error)}") from None
     assert isinstance(merged, DictConfig)
     if missing := sorted(OmegaConf.missing_keys(merged)):
-        raise UserError(f"{missing[0]}: a value is required and none was given")
+        places = " and ".join(origin for origin, _ in sources)
+        raise UserError(f"{missing[0]}: a value is required, and there is none in {places}")
     built = OmegaConf.to_object(merged)
     for key, value, field in leaves(built):
-        _check_limits(key, value, field)
+        try:
+            _check_limits(key, value, field)
+        except UserError as fault:
+            origin = next((origin for origin, tree in reversed(sources) if _inside(tree, key)[0]), "default")
+            raise UserError(f"{origin}: {fault}") from None
     return built  # pyright: ignore[reportReturnType]
 
 
@@ -106,9 +133,9 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasse
 def describe(schema: type) -> str:
     """One paragraph per key: name, type, default, meaning and limits; the text of --help."""
     lines = []
-    for key, default, field, kind in _options(schema, ""):
+    for key, default, field, hint in _options(schema, ""):
         limits = _limits(field)
-        lines.append(f"{key}={'REQUIRED' if default == MISSING else _spelled(default)}  ({kind})")
+        lines.append(f"{key}={'REQUIRED' if default == MISSING else _spelled(default)}  ({_kind(hint)})")
         lines.append(textwrap.indent(field.metadata["meaning"] + (f" [{limits}]" if limits else ""), "      "))
     return "\n".join(lines)
 
@@ -129,6 +156,10 @@ def run_entry_point(main: Callable[[list[str]], int | None], *, usage: str, sche
         if debug:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if isinstance(error, HangError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2)
         sys.exit(2)
 
 
@@ -148,11 +179,36 @@ def _refuse_unknown(schema: type, tree: Mapping[str, Any], origin: str, prefix: 
         elif "${" in str(value):
             raise UserError(f"{origin}: {key}: references such as {value!r} are not supported; write the value")
         elif is_group:
-            raise UserError(f"{origin}: {key} is a group of keys, found {value!r}; write {key}.KEY=value")
-        kinds = {get_origin(kind) for kind in (hints[name], *get_args(hints[name]))} & {list, dict}
-        if kinds and isinstance(value, list | dict) and type(value) not in kinds:
-            wanted = "a mapping" if dict in kinds else "a list"
-            raise UserError(f"{origin}: {key}: found {value!r}, allowed: {wanted}")
+            raise UserError(f"{origin}: {key} is a group of keys, found {_shown(value)}; write {key}.KEY=value")
+        kinds = (hints[name], *get_args(hints[name]))
+        containers = {list} if hints[name] is Any else {get_origin(kind) for kind in kinds} & {list, dict}
+        is_misplaced = bool(containers) and isinstance(value, list | dict) and type(value) not in containers
+        # OmegaConf would take any number for true.
+        if is_misplaced or (bool in kinds and type(value) in (int, float)):
+            raise UserError(f"{origin}: {key}: found {value!r}, allowed: {_words(hints[name])}")
+
+
+def _wrong_type(schema: type, tree: Mapping[str, Any], error: OmegaConfBaseException) -> str:
+    """Key, value and what is allowed, of the place where OmegaConf could not take a value."""
+    place = str(getattr(error, "full_key", None) or "?")
+    for key, _, field, hint in _options(schema, ""):
+        found, value = _inside(tree, place.replace("[", ".").replace("]", ""))
+        if (place == key or place.startswith((f"{key}.", f"{key}["))) and found and hint is not Any:
+            words = [_words(hint, inner=place != key), _limits(field, of_names=False)]
+            return f"{place}: found {_shown(value)}, allowed: {', '.join(filter(None, words))}"
+    return f"{place}: {_first_line(error)}"
+
+
+def _inside(tree: Any, key: str) -> tuple[bool, Any]:
+    """Whether a tree has a dotted key, and its value."""
+    for name in key.split("."):
+        if isinstance(tree, list) and name.isdecimal() and int(name) < len(tree):
+            tree = tree[int(name)]
+        elif isinstance(tree, Mapping) and name in tree:
+            tree = tree[name]
+        else:
+            return False, None
+    return True, tree
 
 
 def _check_limits(key: str, value: Any, field: dataclasses.Field) -> None:
@@ -185,12 +241,16 @@ def _check_number(key: str, value: Any, *, low: float | None, high: float | None
     if isinstance(value, int | float) and not isinstance(value, bool):
         inside = (low is None or value >= low) and (high is None or value <= high)
         if not inside or not math.isfinite(value):
-            raise UserError(f"{key}: found {value}, allowed: {_range(low, high)}")
+            finite = "" if math.isfinite(value) else "finite numbers"
+            raise UserError(
+                f"{key}: found {value}, allowed: {', '.join(filter(None, [_range(low, high), finite]))}"
+            )
 
 
-def _limits(field: dataclasses.Field) -> str:
+def _limits(field: dataclasses.Field, *, of_names: bool = True) -> str:
+    """What is allowed. of_names: where it is a mapping, its names and not their values."""
     allowed, low, high = (field.metadata.get(name) for name in ("choices", "low", "high"))
-    return " | ".join(allowed) if allowed else _range(low, high)
+    return " | ".join(allowed) if allowed and (of_names or low is None) else _range(low, high)
 
 
 def _range(low: float | None, high: float | None) -> str:
@@ -199,7 +259,8 @@ def _range(low: float | None, high: float | None) -> str:
     return f"at least {low}" if low is not None else ""
 
 
-def _options(schema: type, prefix: str) -> Iterator[tuple[str, Any, dataclasses.Field, str]]:
+def _options(schema: type, prefix: str) -> Iterator[tuple[str, Any, dataclasses.Field, Any]]:
+    """(dotted key, default, field, type) of every option of a schema, groups opened up."""
     hints = get_type_hints(schema)
     for field in dataclasses.fields(schema):
         hint = hints[field.name]
@@ -208,10 +269,34 @@ def _options(schema: type, prefix: str) -> Iterator[tuple[str, Any, dataclasses.
         else:
             factory = field.default_factory
             default = field.default if factory is dataclasses.MISSING else factory()
-            kind = hint.__name__ if isinstance(hint, type) else str(hint).replace(" | None", " or null")
-            # Only what OmegaConf has no type for is Any.
-            kind = "list or str" if hint is Any else kind.replace("typing.", "")
-            yield f"{prefix}{field.name}", default, field, kind
+            yield f"{prefix}{field.name}", default, field, hint
+
+
+def _kind(hint: Any) -> str:
+    """A type as --help shows it."""
+    if hint is Any:  # only what OmegaConf has no type for
+        return "list or str"
+    kind = hint.__name__ if isinstance(hint, type) else str(hint).replace(" | None", " or null")
+    return kind.replace("typing.", "")
+
+
+def _words(hint: Any, *, inner: bool = False) -> str:
+    """A type in the words of a message; inner: that of its items."""
+    if hint is Any:
+        return "a list or text"
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    if type(None) in get_args(hint):
+        return _words(kinds[0], inner=True) if inner else f"{_words(kinds[0])} or null"
+    if not kinds:
+        return KINDS[hint][0]
+    one, several = KINDS[kinds[-1]]
+    if inner:
+        return one
+    return f"a mapping of names to {several}" if get_origin(hint) is dict else f"a list of {several}"
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else _spelled(value)
 
 
 def _spelled(value: Any) -> str:
@@ -223,6 +308,17 @@ def _spelled(value: Any) -> str:
 def _suggestion(name: str, known: list[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {prefix + close[0]!r}?)" if close else ""
+
+
+def _yaml_fault(error: Exception) -> str:
+    """What is wrong with a text, and in which line of it."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    return f"line {mark.line + 1}: {_yaml_problem(error)}" if mark else _yaml_problem(error)
+
+
+def _yaml_problem(error: Exception) -> str:
+    problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
+    return problem or _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 MISSING = "???"  # OmegaConf's mark for a key without a default
 DTYPES = ("float32", "bfloat16")
+MAX_SEED = 2**32 - 1  # what a random key of jax tells apart
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LOSS_TERMS = ("ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_hybrid")  # what they are: objective/terms.py
 
@@ -52,7 +53,7 @@ class DrafterSection:
     init: str = option(
         "random", "weights of a fresh run: random, target (copies of its last layers), or a drafter's folder"
     )
-    layers: int = option(5, "transformer layers", low=1)
+    layers: int = option(5, "transformer layers", low=1, high=256)
     block_size: int = option(16, "slots of a block: the anchor and block_size - 1 proposals", low=2, high=256)
     tap_count: int = option(5, "target layers that feed the drafter, placed by the published rule", low=1)
     taps: list[int] | None = option(None, "target layers by index, instead of tap_count; the last is refused")
@@ -104,10 +105,10 @@ class OptimSection:
     lr: float = option(6e-4, "peak learning rate", low=0.0)
     b1: float = option(0.9, "AdamW decay of the first moment", low=0.0, high=0.9999)
     b2: float = option(0.95, "AdamW decay of the second moment", low=0.0, high=0.99999)
-    eps: float = option(1e-8, "AdamW epsilon", low=0.0)
+    eps: float = option(1e-8, "AdamW epsilon", low=1e-20)
     weight_decay: float = option(0.0, "AdamW weight decay", low=0.0)
     warmup: float = option(0.04, "share of the steps with a rising learning rate", low=0.0, high=1.0)
-    schedule: str = option("cosine", "learning rate after warm-up", choices=("cosine", "constant"))
+    schedule: str = option("cosine", "learning rate after warm-up", choices=("cosine", "wsd", "constant"))
     clip_norm: float = option(1.0, "global norm that gradients are clipped to", low=1e-6)
 
 
@@ -147,7 +148,7 @@ class TrainSection:
     epochs: int = option(6, "passes over the data", low=1)
     steps: int | None = option(None, "optimizer steps; shortens or lengthens the run to just so many", low=1)
     accumulate: int = option(1, "batches that make one optimizer step", low=1)
-    seed: int = option(0, "seed of initial weights, batch order and anchors", low=0)
+    seed: int = option(0, "seed of initial weights, batch order and anchors", low=0, high=MAX_SEED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +161,9 @@ class PipelineSection:
     )
     read_threads: int = option(2, "threads that read records", low=1)
     prefetch_mib: float = option(256.0, "host memory for batches that are read ahead", low=0.0)
+    stuck_s: float = option(
+        600.0, "seconds without a batch after which the run is saved and ends with an error", low=0.001
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +171,26 @@ class CheckpointSection:
     """What is kept on disk."""
 
     every: int = option(500, "optimizer steps between checkpoints", low=1)
-    keep: int = option(2, "latest checkpoints that are kept", low=1)
+    keep: int = option(2, "latest checkpoints that are kept, besides the best", low=1)
+    keep_every: int | None = option(None, "checkpoints at multiples of so many steps are kept for good", low=1)
+    max_failures: int = option(5, "saves in a row that may fail before the run ends with an error", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardSection:
+    """When a step is not taken. One whose loss or gradient is not finite never is."""
+
+    max_grad_norm_ratio: float | None = option(
+        None, "most that a gradient's norm may be, as a multiple of the median of recent steps; null: any", low=1.0
+    )
+    max_bad_steps: int = option(10, "skipped steps in a row after which the run ends with an error", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileSection:
+    """A trace for JAX's profiler."""
+
+    steps: str | None = option(None, "first:last optimizer step of a trace, written to profile/ in `out`")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +219,8 @@ class Recipe:
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
     pipeline: PipelineSection = dataclasses.field(default_factory=PipelineSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
+    guard: GuardSection = dataclasses.field(default_factory=GuardSection)
+    profile: ProfileSection = dataclasses.field(default_factory=ProfileSection)
     eval: EvalSection = dataclasses.field(default_factory=EvalSection)
     mesh: str = option(MISSING, "device layout: a name in meshes/ or a YAML file")
     out: str = option(MISSING, "run directory, made if it does not exist")
@@ -230,7 +255,7 @@ class EvaluateConfig:
     temperature: float = option(0.0, "0: greedy", low=0.0)
     top_p: float = option(1.0, "sample from the smallest set of tokens with this probability", low=1e-6, high=1.0)
     top_k: int = option(0, "sample from so many tokens; 0: from all", low=0)
-    seed: int = option(0, "seed of the sampling", low=0)
+    seed: int = option(0, "seed of the sampling", low=0, high=MAX_SEED)
     max_new_tokens: int = option(128, "tokens decoded for each prompt", low=1)
     batch_size: int = option(1, "prompts decoded at a time", low=1)
     simulate: bool = option(True, "also measure teacher-forced, on the text that plain decoding wrote")
@@ -305,7 +330,7 @@ class RegenerateConfig:
     temperature: float = option(0.0, "0: greedy", low=0.0)
     top_p: float = option(1.0, "sample from the smallest set of tokens with this probability", low=1e-6, high=1.0)
     top_k: int = option(0, "sample from so many tokens; 0: from all", low=0)
-    seed: int = option(0, "seed of the sampling", low=0)
+    seed: int = option(0, "seed of the sampling", low=0, high=MAX_SEED)
     max_new_tokens: int = option(192, "an answer is cut there and marked as truncated", low=1)
     dtype: str = option("float32", "dtype of the target's weights and activations", choices=DTYPES)
     mesh: str = option(

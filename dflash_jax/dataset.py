@@ -12,8 +12,8 @@ from dflash_jax.batches.buckets import choose_edges, parse_buckets, rows_per_bat
 from dflash_jax.batches.plan import BatchPlan
 from dflash_jax.data.origin import check_origin
 from dflash_jax.data.prepare import Progress, prepare_records, refuse_mask_token
-from dflash_jax.data.records import MANIFEST, Records
-from dflash_jax.errors import UserError
+from dflash_jax.data.records import LENGTHS, MANIFEST, Records
+from dflash_jax.errors import UserError, named
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import Meshes
 from dflash_jax.sharding import row_shards
@@ -55,11 +55,11 @@ class Dataset:
 
 def check_source(source: str, *, key: str) -> None:
     """Raise UserError, naming the key, where there is nothing at `source` that could be read."""
-    if not is_prepared(source):
-        try:
+    with named(key):
+        if (pathlib.Path(source) / LENGTHS).exists() or is_prepared(source):
+            Records.open(source)
+        else:
             find_files(source)
-        except UserError as fault:
-            raise UserError(f"{key}: {fault}") from None
 
 
 def open_records(
@@ -69,19 +69,21 @@ def open_records(
 
     Raises UserError where they do not belong to the experiment's target and template, or contain its MASK token.
     """
-    if is_prepared(source):
-        records = Records.open(source)
-        check_origin(records, experiment.preparation)
-    else:
-        files = find_files(source)
-        many = sum(file.stat().st_size for file in files) > ONE_WORKER_BYTES
-        records = prepare_records(
-            files,
-            directory,
-            preparation=experiment.preparation,
-            workers=len(os.sched_getaffinity(0)) if many else 1,
-            on_progress=on_progress,
-        )
+    preparation = experiment.preparation
+    with named("data.train" if source == experiment.recipe.data.train else "data.heldout"):
+        if is_prepared(source):
+            records = Records.open(source)
+            check_origin(records, preparation)
+        else:
+            files = find_files(source)
+            many = sum(file.stat().st_size for file in files) > ONE_WORKER_BYTES
+            records = prepare_records(
+                files,
+                directory,
+                preparation=preparation,
+                workers=len(os.sched_getaffinity(0)) if many else 1,
+                on_progress=on_progress,
+            )
     refuse_mask_token(records, experiment.drafter.mask_token)
     return records
 
@@ -112,8 +114,9 @@ def _planned(
     limit = section.max_length if isinstance(buckets, int) else buckets[-1]
     record_ids = np.flatnonzero(records.lengths <= limit)
     if not len(record_ids):
+        key = "data.max_length" if isinstance(buckets, int) else "data.buckets"
         raise UserError(
-            f"{records.directory} holds no record of at most {limit} tokens, the shortest has "
+            f"{key}: {records.directory} holds no record of at most {limit} tokens, the shortest has "
             f"{records.lengths.min()}; raise data.max_length and the last of data.buckets"
         )
     # Both meshes split the rows of a batch.

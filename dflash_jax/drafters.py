@@ -28,7 +28,8 @@ from dflash_jax.published.drafter_folder import DrafterFolder
 from dflash_jax.published.targets import TargetFiles
 from dflash_jax.published.weights import fill, names
 from dflash_jax.sharding import replicated
-from dflash_jax.training.checkpoint import Checkpoints, chosen_step
+from dflash_jax.training.checkpoint import restore_params
+from dflash_jax.training.checkpoint_files import chosen_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +133,7 @@ def of_run(experiment: Experiment, *, step: str, dtype: str | None) -> DrafterSo
         raise UserError(f"{fault}, of {run}") from None
 
     def params(abstract: nnx.State) -> nnx.State:
-        with Checkpoints(run / "checkpoints", keep=recipe.checkpoint.keep) as checkpoints:
-            return checkpoints.restore_params(number, abstract)
+        return restore_params(run / "checkpoints", number, abstract)
 
     def ends(whole: Frozen) -> Frozen:
         if recipe.drafter.vocab is None:

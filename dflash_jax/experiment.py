@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 
 from dflash_jax import initial, resolve
 from dflash_jax.batches.buckets import parse_buckets
+from dflash_jax.chat.rendering import Template
 from dflash_jax.chat.tokenizer import load_tokenizer
 from dflash_jax.config import Recipe
 from dflash_jax.data.origin import Preparation
 from dflash_jax.data.records import Records
-from dflash_jax.errors import UserError
+from dflash_jax.errors import UserError, named
 from dflash_jax.models.drafter import Drafter, DrafterConfig
 from dflash_jax.models.target import Target
 from dflash_jax.objective.head_sample import HeadSample
@@ -48,14 +49,20 @@ class Experiment:
     @classmethod
     def open(cls, recipe: Recipe) -> Self:
         """Read configuration and tokenizer, no weights. Raises UserError for whatever does not fit together."""
-        path = target_path(recipe.target.path)
-        files = TargetFiles.open(path)
-        config = files.config
+        with named("target.path"):
+            path = target_path(recipe.target.path)
+            files = TargetFiles.open(path)
+            config = files.config
         section, folder = recipe.drafter, initial.open_folder(recipe.drafter, config)
         if folder is not None:
             section = initial.filled(section, folder)
         taps = resolve.tap_layers(section, config)
-        tokenizer = load_tokenizer(path)
+        with named("target.path"):
+            tokenizer = load_tokenizer(path)
+            stop_tokens(path, tokenizer)
+            Template(tokenizer, {})  # that there is none is the target's fault, a wrong argument the recipe's
+        with named("data.template"):
+            Template(tokenizer, recipe.data.template)
         mask = resolve.mask_token(section, tokenizer, config)
         drafter = resolve.drafter_config(section, config, taps=taps, mask_token=mask)
         if folder is not None:
@@ -64,6 +71,7 @@ class Experiment:
             initial.check_copies(drafter, config, files.fields)
         # What does not go together is refused before any work.
         resolve.rule(recipe.objective, drafter.block_size)
+        _check_head_sample(recipe, vocab=config.vocab)
         parse_buckets(recipe.data.buckets)
         return cls(recipe, files, tokenizer, taps, drafter, folder)
 
@@ -157,8 +165,6 @@ class Experiment:
         size = self.recipe.objective.head_sample
         if size is None:
             return None
-        if self.recipe.drafter.vocab is not None:
-            raise UserError("objective.head_sample: not together with drafter.vocab; set one of them to null")
         sample = HeadSample.split(records.token_counts()[1], vocab=self.files.config.vocab)
         if size <= len(sample.labels):
             raise UserError(
@@ -172,6 +178,16 @@ class Experiment:
         frozen = frozen_ends(target, mesh, dtype=self.recipe.drafter.dtype)
         resolve.refuse_zero_row(frozen.embedding, self.drafter.mask_token)
         return frozen.covering(draft_tokens)
+
+
+def _check_head_sample(recipe: Recipe, *, vocab: int) -> None:
+    size = recipe.objective.head_sample
+    if size is None:
+        return
+    if recipe.drafter.vocab is not None:
+        raise UserError("objective.head_sample: not together with drafter.vocab; set one of them to null")
+    if size >= vocab:
+        raise UserError(f"objective.head_sample: found {size}, but the head has {vocab} tokens; set it to null")
 
 
 def frozen_ends(target: Target, mesh: Mesh, *, dtype: str) -> Frozen:

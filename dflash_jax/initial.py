@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.config import DrafterSection
-from dflash_jax.errors import UserError
+from dflash_jax.errors import UserError, named
 from dflash_jax.models.drafter import DrafterConfig
 from dflash_jax.models.target import TargetConfig
 from dflash_jax.published.drafter_folder import DrafterFolder
@@ -32,7 +32,8 @@ def open_folder(section: DrafterSection, target: TargetConfig) -> DrafterFolder 
             "model.safetensors (to go on with a run whose folder is gone: random, and by name every key of "
             "drafter that the folder filled)"
         )
-    folder = DrafterFolder.open(path)
+    with named("drafter.init"):
+        folder = DrafterFolder.open(path)
     if misfits := folder.misfits(target):
         raise UserError(
             f"drafter.init: {path} is not for target.path: {'; '.join(misfits)}; start from another folder, or "
@@ -44,6 +45,16 @@ def open_folder(section: DrafterSection, target: TargetConfig) -> DrafterFolder 
             f"{folder.config.width} and its projections, which training needs; go on with the run itself"
         )
     return folder
+
+
+def check_weights(folder: DrafterFolder | None) -> None:
+    """Raise UserError where the files of the weights that a fresh run starts from are missing or damaged.
+
+    Only their headers are read.
+    """
+    if folder is not None:
+        with named("drafter.init"):
+            folder.tensors()
 
 
 def filled(section: DrafterSection, folder: DrafterFolder) -> DrafterSection:

@@ -20,7 +20,7 @@ from dflash_jax.data.origin import Preparation
 from dflash_jax.data.packed_parts import encode_rows
 from dflash_jax.data.prepare import prepare_records
 from dflash_jax.data.records import UNUSED, Records
-from dflash_jax.errors import UserError
+from dflash_jax.errors import UserError, named
 from dflash_jax.monitor.progress import Preparing
 from dflash_jax.published.end_tokens import stop_tokens
 from dflash_jax.sources.files import find_files, read_parts
@@ -40,7 +40,8 @@ def main(arguments: list[str]) -> int:
     config = build(PrepareConfig, [("command line", parse_assignments(arguments))])
     if config.output is None and not config.inspect:
         raise UserError("output: name the folder to write, or say inspect=N to look at N conversations first")
-    files = find_files(config.input)
+    with named("input"):
+        files = find_files(config.input)
     preparation = _preparation(config)
     if config.inspect:
         for text in inspected(files, preparation, limit=config.inspect, colour=sys.stdout.isatty()):

@@ -34,7 +34,7 @@ from dflash_jax.answering.spelling import as_message
 from dflash_jax.arguments import build, find_named, parse_assignments, read_yaml, run_entry_point
 from dflash_jax.chat.chat import Chat
 from dflash_jax.config import MeshLayout, RegenerateConfig
-from dflash_jax.errors import UserError
+from dflash_jax.errors import UserError, named
 from dflash_jax.mesh import make_meshes, prepare_devices
 from dflash_jax.monitor.progress import Answering, Loading
 from dflash_jax.published.end_tokens import end_tokens, stop_tokens
@@ -76,7 +76,8 @@ class Source:
 def main(arguments: list[str]) -> int:
     config = build(RegenerateConfig, [("command line", parse_assignments(arguments))])
     check_arguments(config)
-    files = find_files(config.prompts)
+    with named("prompts"):
+        files = find_files(config.prompts)
     conversations = read_prompts(files)
     answerer = by_target if config.server is None else by_server
     source = answerer(config, conversations)

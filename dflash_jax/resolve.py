@@ -9,7 +9,7 @@ import numpy as np
 from dflash_jax.config import DrafterSection, ObjectiveSection
 from dflash_jax.errors import UserError
 from dflash_jax.models.drafter import FULL, SLIDING, DrafterConfig
-from dflash_jax.models.taps import checked_taps, published_taps
+from dflash_jax.models.taps import checked_taps, most_taps, published_taps
 from dflash_jax.models.target import TargetConfig
 from dflash_jax.models.yarn import Yarn
 from dflash_jax.objective.head import Rule
@@ -20,10 +20,14 @@ from dflash_jax.objective.terms import needs_teacher
 
 def tap_layers(section: DrafterSection, target: TargetConfig) -> tuple[int, ...]:
     """The tapped layers: the given ones, or drafter.tap_count of them by the published rule."""
-    chosen = section.taps
-    if chosen is None:
-        chosen = published_taps(target.layers, section.tap_count)
-    return checked_taps(chosen, target.layers)
+    if section.taps is not None:
+        return checked_taps(section.taps, target.layers)
+    if section.tap_count > (most := most_taps(target.layers)):
+        raise UserError(
+            f"drafter.tap_count: found {section.tap_count}, allowed: 1 to {most} in a target of {target.layers} "
+            "layers, or name the layers in drafter.taps"
+        )
+    return checked_taps(published_taps(target.layers, section.tap_count), target.layers)
 
 
 def mask_token(section: DrafterSection, tokenizer: Any, target: TargetConfig) -> int:
@@ -60,7 +64,7 @@ def drafter_config(
 
     Of the target's RoPE only the base is taken: YaRN, partial or sectioned rotation of a target are its own.
     """
-    layer_types = tuple(section.layer_types or (FULL,) * section.layers)
+    layer_types = (FULL,) * section.layers if section.layer_types is None else tuple(section.layer_types)
     if len(layer_types) != section.layers:
         raise UserError(
             f"drafter.layer_types: found {len(layer_types)} layers, but drafter.layers is {section.layers}"
@@ -69,7 +73,8 @@ def drafter_config(
         raise UserError(f"drafter.sliding_window: a window is required where drafter.layer_types has {SLIDING}")
     heads, kv_heads = section.heads or target.heads, section.kv_heads or target.kv_heads
     if heads % kv_heads:
-        raise UserError(f"drafter.kv_heads: found {kv_heads}, allowed: divisors of drafter.heads={heads}")
+        whose = "" if section.kv_heads else " (the target's)"
+        raise UserError(f"drafter.kv_heads: found {kv_heads}{whose}, allowed: divisors of drafter.heads={heads}")
     head_width = section.head_width or target.head_width
     if head_width % 2:
         raise UserError(f"drafter.head_width: found {head_width}, allowed: even numbers (RoPE turns pairs)")

@@ -11,7 +11,13 @@ def target_path(path: str) -> pathlib.Path:
     if not path.startswith("package:"):
         return pathlib.Path(path)
     package, _, inside = path.removeprefix("package:").partition("/")
-    # The package is located, never imported: it may need things that are not installed.
+    # The package is located, never imported: it may need things that are not installed. For a dotted name its
+    # parents would be.
+    if not package or "." in package:
+        raise UserError(
+            f"target.path: found {path!r}, allowed: package:NAME/FILE with the name of a Python package, without "
+            "dots, and a file inside it, such as package:weights/sub/model.gguf"
+        )
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise UserError(

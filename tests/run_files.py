@@ -7,7 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-CLOCK = {"step_s", "elapsed_s", "eta_s", "tokens_s", "data_wait_s", "recalled", "decode_tokens_s", "decode_ratio"}
+CLOCK = {
+    *("step_s", "elapsed_s", "eta_s", "drafter_tok_s", "target_tok_s", "data_wait_s", "feature_wait_s"),
+    *("recalled", "prefetch_queue", "feature_queue", "checkpoint", "saving", "decode_tokens_s", "decode_ratio"),
+    *("host_memory_gib", "target_memory_gib", "drafter_memory_gib", "target_mfu", "drafter_mfu"),
+}
 
 
 def lines(run: pathlib.Path, name: str = "train_log.jsonl") -> list[dict[str, Any]]:
@@ -23,6 +27,8 @@ def saved_arrays(run: pathlib.Path, step: int) -> list[np.ndarray]:
     """Every array of a checkpoint, restored as it was saved."""
     import orbax.checkpoint as ocp
 
-    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
-        item = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(item)]
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        state = reader.restore(
+            run.absolute() / "checkpoints" / str(step) / "state", args=ocp.args.StandardRestore()
+        )
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]

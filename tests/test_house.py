@@ -45,13 +45,15 @@ FLOORS = {
     "prompts": "sources chat data",
     "decode": "batch sharding models objective",
     "monitor": "",
+    "diagnosis": "monitor",
     "answering": "sharding models published sources chat decode",
     "resolve": "config models objective",
     "initial": "config models published",
     "experiment": "config sharding models published objective target_path chat data batches resolve initial",
     "dataset": "sharding mesh sources data batches experiment",
     "training": "batch config sharding mesh models objective batches decode monitor resolve experiment dataset",
-    "drafters": "config arguments sharding models published objective data experiment dataset training.checkpoint",
+    "drafters": "config arguments sharding models published objective data experiment dataset training.checkpoint "
+    "training.checkpoint_files",
     "evaluation": "batch config sharding models published objective prompts decode monitor drafters",
 }
 ENTRY_POINTS = ("train", "evaluate", "export", "regenerate", "prepare", "plan")
@@ -69,14 +71,14 @@ LIBRARIES = {
     "omegaconf": "arguments train",
     "optax": "training",
     "orbax": "training.checkpoint",
-    "tensorboardX": "monitor.run_log monitor.board",
-    "matplotlib": "monitor.picture monitor.decoding_picture monitor.looks",
+    "tensorboardX": "monitor.board",
+    "matplotlib": "monitor.picture monitor.decoding_picture monitor.looks diagnosis.charts",
     "tqdm": "monitor.progress",
 }
 LAZY = ("transformers", "gguf", "pyarrow")
 WITHOUT_JAX = (
     "errors config arguments sources chat data prompts target_path prepare plan monitor.board monitor.json_lines "
-    "monitor.picture monitor.decoding_picture monitor.looks monitor.progress"
+    "monitor.picture monitor.decoding_picture monitor.looks monitor.progress diagnosis"
 )
 
 MAX_LINES = 400

@@ -105,7 +105,7 @@ def test_a_training_with_a_folder_runs_and_then_continues_from_its_own_checkpoin
     assert (
         train.main([*arguments[:2], f"drafter.init={other}", "eval.every=0", "optim.lr=0", "train.steps=2"]) == 0
     )
-    assert "continuing" in capsys.readouterr().out
+    assert f"continuing {recipe.root / 'from-folder'} from step 1" in capsys.readouterr().err
     import orbax.checkpoint as ocp
 
     with ocp.CheckpointManager((recipe.root / "from-folder" / "checkpoints").absolute()) as manager:
@@ -236,6 +236,21 @@ def test_wrong_tensors_of_a_folder_are_named(recipe, tmp_path):
         UserError, match=r"drafter\.init: .*damaged: 2 tensors .*lm_head\.weight.*missing norm\.weight"
     ):
         started(opened(recipe, f"drafter.init={path}"))
+
+
+def test_missing_and_damaged_weights_of_a_folder_are_found_before_they_are_read(recipe, tmp_path):
+    path = tiny_models.save_drafter(tmp_path / "fetched", tiny_models.random_drafter(25, **SIZES), taps=TAPS)
+    experiment = opened(recipe, f"drafter.init={path}")
+    initial.check_weights(experiment.folder)
+    (path / "model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(UserError, match=r"^drafter\.init: .*fetched/model\.safetensors: damaged"):
+        initial.check_weights(experiment.folder)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"^drafter\.init: .*fetched: weight file model\.safetensors is missing"):
+        initial.check_weights(experiment.folder)
+    # A run that goes on from its own checkpoint needs config.json alone.
+    assert opened(recipe, f"drafter.init={path}").folder == experiment.folder
+    initial.check_weights(opened(recipe).folder)
 
 
 def test_a_place_that_is_no_folder_is_named(recipe):

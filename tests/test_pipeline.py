@@ -18,8 +18,9 @@ def test_order_is_kept_and_requests_run_ahead(depth):
             requested.append(item)
             yield item
 
-    for position, item in enumerate(look_ahead(items(), depth)):
+    for position, (item, beyond) in enumerate(look_ahead(items(), depth)):
         assert item == position
+        assert list(beyond) == requested[position + 1 :]
         assert len(requested) == min(position + depth + 1, 10)
 
 

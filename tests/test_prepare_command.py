@@ -123,7 +123,7 @@ def test_what_cannot_go_well_is_refused_before_any_work(tmp_path, target, source
         run(target, source, f"output={source}")
     with pytest.raises(UserError, match="workers: found 0, allowed: at least 1"):
         run(target, source, "output=x", "workers=0")
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match=r"^input: .*no such file"):
         run(target, tmp_path / "b.jsonl", "output=x")
     with pytest.raises(UserError, match=r"is neither a folder nor a \.gguf file"):
         run(tmp_path / "none", source, "output=x")

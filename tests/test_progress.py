@@ -14,7 +14,7 @@ LINE = {
     "epochs": 6,
     "loss": 3.2149,
     "accept_len": 1.4181,
-    "tokens_s": 12345.0,
+    "drafter_tok_s": 12345.0,
     "eta_s": 331.2,
 }
 
@@ -45,8 +45,8 @@ def test_the_plain_line_names_all_figures(capsys):
     [
         ({}, ""),
         ({"loss": "nan", "accept_len": 1}, "loss nan  accept 1.00"),
-        ({"tokens_s": 850.4}, "850 tok/s"),
-        ({"tokens_s": 2.5e6}, "2.5 Mtok/s"),
+        ({"drafter_tok_s": 850.4}, "850 tok/s"),
+        ({"drafter_tok_s": 2.5e6}, "2.5 Mtok/s"),
         ({"eta_s": 9.4}, "eta 0:09"),
         ({"eta_s": 3599.6}, "eta 1:00:00"),
         ({"eta_s": 86400.0}, "eta 1d 0:00:00"),

@@ -22,7 +22,7 @@ from dflash_jax.objective.objective import Frozen, TargetStates, anchored_loss, 
 from dflash_jax.objective.slot_weights import Decay, Dpace
 from dflash_jax.sharding import replicated, rows
 from dflash_jax.training.optim import make_optimizer
-from dflash_jax.training.state import TrainState
+from dflash_jax.training.state import first_state
 from dflash_jax.training.step import apply_gradients, gradient_sums
 
 # Compiles in half the time; what is compiled here runs only a few times.
@@ -236,7 +236,7 @@ def small_drafter() -> tuple[nnx.GraphDef, nnx.State]:
 def update(shards: int, parts: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
     """(changes of the parameters, measures) of one step with rows over `shards` devices and `parts` batches."""
     structure, params = small_drafter()
-    state = TrainState(jnp.zeros((), jnp.int32), params, OPTIMIZER.init(params))
+    state = first_state(params, OPTIMIZER)
     mesh = Mesh(np.array(jax.devices()[:shards]), ("data",))
     split, everywhere = rows(mesh), replicated(mesh)
     gradients = quick(

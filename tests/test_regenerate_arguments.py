@@ -43,6 +43,7 @@ def test_an_existing_output_is_kept(tmp_path):
         (("top_p=0.9",), r"top_p: found 0\.9, but temperature=0"),
         (("top_k=5",), "top_k: found 5, but temperature=0"),
         (("model=x",), "model: found 'x', but it names a model of a server"),
+        (("seed=99999999999999999999",), r"seed: found 9{20}, allowed: 0 to 4294967295"),
         (("mesh=nowhere",), "mesh: nothing named 'nowhere'"),
         (("template.tokenize=true",), r"template\.tokenize is not an argument of a chat template"),
     ],
@@ -59,5 +60,7 @@ def test_a_name_of_another_kind_of_file_and_a_missing_target_are_refused(tmp_pat
     prompts.write_text('{"prompt": "hi"}\n')
     with pytest.raises(UserError, match=r"ends in \.jsonl"):
         regenerate.main(["target=x", f"prompts={prompts}", f"output={tmp_path / 'out.jsonl.gz'}"])
+    with pytest.raises(UserError, match=r"^prompts: absent\.jsonl: no such file"):
+        regenerate.main(["target=x", "prompts=absent.jsonl", f"output={tmp_path / 'out.jsonl'}"])
     with pytest.raises(UserError, match="target: a value is required without server="):
         regenerate.main([f"prompts={prompts}", f"output={tmp_path / 'out.jsonl'}"])

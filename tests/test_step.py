@@ -13,7 +13,7 @@ from dflash_jax.config import OptimSection
 from dflash_jax.objective.acceptance import acceptance
 from dflash_jax.objective.objective import LossSums
 from dflash_jax.training.optim import learning_rate, make_optimizer
-from dflash_jax.training.state import TrainState
+from dflash_jax.training.state import RECENT, TrainState, first_state
 from dflash_jax.training.step import GradientSums, apply_gradients
 
 
@@ -30,7 +30,7 @@ def gradients(values: list[float], *, loss: float = 1.0, weight: float = 1.0, **
 
 def start(optimizer: optax.GradientTransformation) -> TrainState:
     params = nnx.State({"w": nnx.Param(jnp.asarray([1.0, -2.0]))})
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    return first_state(params, optimizer)
 
 
 def plain_optimizer(**changes) -> optax.GradientTransformation:
@@ -116,6 +116,46 @@ def test_a_bad_step_changes_nothing_and_is_counted(bad):
     jax.tree.map(np.testing.assert_array_equal, after.opt, before.opt)
 
 
+def test_broken_moments_spoil_no_parameter():
+    optimizer = plain_optimizer()
+    before = start(optimizer)
+    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.shape else leaf, before.opt)
+    after, metrics = apply_gradients(
+        dataclasses.replace(before, opt=broken), gradients([1.0, 1.0]), optimizer=optimizer
+    )
+    assert int(metrics["skipped"]) == 1
+    assert np.isfinite(metrics["grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+
+
+def norms_after(optimizer, norms: list[float], *, ratio: float | None) -> tuple[TrainState, list[int]]:
+    """The state after steps with gradients of these norms, and which of them were skipped."""
+    state, skipped = start(optimizer), []
+    for norm in norms:
+        state, metrics = apply_gradients(
+            state, gradients([0.6 * norm, 0.8 * norm]), optimizer=optimizer, max_norm_ratio=ratio
+        )
+        skipped.append(int(metrics["skipped"]))
+    return state, skipped
+
+
+def test_a_gradient_far_above_the_median_of_recent_ones_is_skipped():
+    # Median of 1, 2, 3, 1, 2, 3, ..: 2; five times that is 10, which is still taken, and 10.5 is not.
+    usual, tried = [1.0, 2.0, 3.0] * RECENT, [10.0, 10.5, 1e6, 2.0]
+    _, skipped = norms_after(plain_optimizer(), usual + tried, ratio=5.0)
+    assert skipped == [0] * len(usual) + [0, 1, 1, 0]
+    assert sum(norms_after(plain_optimizer(), usual + tried, ratio=None)[1]) == 0
+
+
+def test_what_is_usual_is_not_known_after_few_steps_and_follows_the_run():
+    early = [1.0] * (RECENT // 2 - 1) + [100.0] + [1.0] * RECENT + [100.0]
+    assert norms_after(plain_optimizer(), early, ratio=5.0)[1] == [0] * (len(early) - 1) + [1]
+    growing = [1.03**step for step in range(4 * RECENT)]  # 2.6 times the median of the last 64
+    assert sum(norms_after(plain_optimizer(), growing, ratio=5.0)[1]) == 0
+    state, _ = norms_after(plain_optimizer(), [*early, 100.0], ratio=5.0)
+    assert np.nanmax(state.recent_norms) < 2  # what was skipped says nothing of what is usual
+
+
 def test_learning_rate_rises_linearly_then_falls_by_cosine_to_zero():
     section = OptimSection(lr=6e-4, warmup=0.04, schedule="cosine")
     rate = learning_rate(section, 1000)
@@ -125,6 +165,14 @@ def test_learning_rate_rises_linearly_then_falls_by_cosine_to_zero():
     assert rate(520) == pytest.approx(3e-4)
     assert rate(1000) == pytest.approx(0.0, abs=1e-10)
     assert max(float(rate(step)) for step in range(1001)) <= 6e-4 * (1 + 1e-6)
+
+
+def test_wsd_is_stable_then_falls_over_the_last_fifth():
+    rate = learning_rate(OptimSection(lr=1e-3, warmup=0.1, schedule="wsd"), 100)
+    assert rate(5) == pytest.approx(5e-4)
+    assert rate(10) == rate(79) == pytest.approx(1e-3)
+    assert rate(90) == pytest.approx(5e-4)
+    assert rate(100) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_constant_schedule_stays_at_its_peak():

@@ -6,7 +6,7 @@ import pytest
 from tiny_models import GOLDEN
 
 from dflash_jax.errors import UserError
-from dflash_jax.models.taps import checked_taps, published_taps
+from dflash_jax.models.taps import checked_taps, most_taps, published_taps
 
 
 def test_published_taps_of_real_models():
@@ -38,6 +38,14 @@ def test_other_taps_are_refused_with_a_right_list(taps):
     with pytest.raises(UserError, match=r"drafter\.taps: found .* from 0 to 34 .*\[1, 9, 17, 25, 33\]") as error:
         checked_taps(taps, 36)
     assert str(taps) in str(error.value)
+
+
+@pytest.mark.parametrize("layers", range(4, 41))
+def test_one_tap_more_than_the_most_would_come_twice(layers):
+    most = most_taps(layers)
+    assert checked_taps(published_taps(layers, most), layers)
+    with pytest.raises(UserError):
+        checked_taps(published_taps(layers, most + 1), layers)
 
 
 @pytest.mark.parametrize("layers", range(3, 41))

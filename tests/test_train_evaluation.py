@@ -25,7 +25,9 @@ from dflash_jax.decode.generate import generate
 from dflash_jax.errors import UserError
 from dflash_jax.experiment import Experiment
 from dflash_jax.sharding import replicated
-from dflash_jax.training.checkpoint import Checkpoints, chosen_step
+from dflash_jax.training import checkpoint_files
+from dflash_jax.training.checkpoint import restore_params
+from dflash_jax.training.checkpoint_files import chosen_step
 from dflash_jax.training.heldout import HeldOut
 
 SHORT = ["data.buckets=[192]", "drafter.layers=1", "optim.lr=1e-2", "checkpoint.every=5", "checkpoint.keep=2"]
@@ -77,7 +79,7 @@ def evaluations(run: pathlib.Path) -> list[dict]:
 
 def test_decoding_while_training_changes_nothing_else(whole, plain):
     assert repeatable(whole) == repeatable(plain)
-    for step in Checkpoints.saved(plain / "checkpoints"):
+    for step in checkpoint_files.saved(plain / "checkpoints"):
         for found, expected in zip(saved_arrays(whole, step), saved_arrays(plain, step), strict=True):
             np.testing.assert_array_equal(found, expected)
 
@@ -90,8 +92,7 @@ def test_decoding_is_that_of_the_saved_drafter_over_the_first_held_out_prompts(r
     graph, shapes = nnx.split(nnx.eval_shape(experiment.initial_drafter))
     place = replicated(mesh)
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes)
-    with Checkpoints(whole / "checkpoints", keep=2) as checkpoints:
-        drafter = nnx.merge(graph, checkpoints.restore_params(8, abstract))
+    drafter = nnx.merge(graph, restore_params(whole / "checkpoints", 8, abstract))
     records = Records.open(whole / "data" / "heldout")
     rows, lengths = np.zeros((PROMPTS, 64), np.int32), np.zeros(PROMPTS, np.int32)
     for row in range(PROMPTS):
@@ -161,31 +162,31 @@ def test_an_evaluation_better_than_all_before_is_saved_and_stays(recipe, accept_
     # At steps 0, 2, 4, 6, 8: what is untrained is not saved, whatever it is worth.
     accept_lengths.update(enumerate([9.0, 1.5, 2.5, 2.0, 2.25]))
     run = trained(recipe, "best", every)
-    assert Checkpoints.saved(run / "checkpoints") == [4, 5, 8]
-    assert Checkpoints.accept_lengths(run / "checkpoints") == {4: 2.5, 8: 2.25}
+    assert checkpoint_files.saved(run / "checkpoints") == [4, 5, 8]
+    assert checkpoint_files.accept_lengths(run / "checkpoints") == {4: 2.5, 8: 2.25}
     assert chosen_step(run / "checkpoints", "best", key="step") == 4
     # From step 5 on, with steps 6 and 8 again: the best is still that of before.
     shutil.copytree(run, recipe.root / "worse")
     accept_lengths.update(enumerate([2.25, 2.375]))
     trained(recipe, "worse", every, "resume=5")
-    assert Checkpoints.saved(recipe.root / "worse" / "checkpoints") == [4, 5, 8]
+    assert checkpoint_files.saved(recipe.root / "worse" / "checkpoints") == [4, 5, 8]
     shutil.copytree(run, recipe.root / "better")
     accept_lengths.update(enumerate([2.75, 2.0]))
     trained(recipe, "better", every, "resume=5")
-    assert Checkpoints.saved(recipe.root / "better" / "checkpoints") == [6, 8]
+    assert checkpoint_files.saved(recipe.root / "better" / "checkpoints") == [6, 8]
     # And from the best itself; only what it sets aside was better.
     accept_lengths.update(enumerate([2.0, 2.5]))
     trained(recipe, "better", every, "resume=best", steps=9)
-    assert Checkpoints.saved(recipe.root / "better" / "checkpoints") == [6, 9]
+    assert checkpoint_files.saved(recipe.root / "better" / "checkpoints") == [6, 9]
 
 
 def test_what_was_set_aside_is_not_compared_with(recipe, accept_lengths):
     accept_lengths.update(enumerate([1.0, 1.0, 1.5, 3.0]))
     run = trained(recipe, "aside", "eval.every=3")  # at steps 0, 3, 6, 8
-    assert Checkpoints.saved(run / "checkpoints") == [6, 8]
+    assert checkpoint_files.saved(run / "checkpoints") == [6, 8]
     accept_lengths.update(enumerate([2.0, 1.25]))
     trained(recipe, "aside", "eval.every=3", "resume=6", steps=10)
-    assert Checkpoints.accept_lengths(run / "checkpoints") == {9: 2.0, 10: 1.25}
+    assert checkpoint_files.accept_lengths(run / "checkpoints") == {9: 2.0, 10: 1.25}
 
 
 def test_a_killed_run_resumes_to_the_same_evaluations_and_the_same_checkpoints(recipe, whole, compiled_once):
@@ -204,16 +205,17 @@ def test_a_killed_run_resumes_to_the_same_evaluations_and_the_same_checkpoints(r
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)  # at the evaluation of step 6, or right after it
     process.communicate()
-    assert Checkpoints.saved(run / "checkpoints")
+    assert checkpoint_files.saved(run / "checkpoints")
     resumed = start()
     output, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, output
     assert "continuing" in output
     assert repeatable(run) == repeatable(whole)
     assert repeatable(run, "eval_log.jsonl") == repeatable(whole, "eval_log.jsonl")
-    steps = Checkpoints.saved(whole / "checkpoints")
-    assert Checkpoints.saved(run / "checkpoints") == steps
-    assert Checkpoints.accept_lengths(run / "checkpoints") == Checkpoints.accept_lengths(whole / "checkpoints")
+    steps = checkpoint_files.saved(whole / "checkpoints")
+    assert checkpoint_files.saved(run / "checkpoints") == steps
+    lengths = checkpoint_files.accept_lengths(whole / "checkpoints")
+    assert checkpoint_files.accept_lengths(run / "checkpoints") == lengths
     for step in steps:
         for found, expected in zip(saved_arrays(run, step), saved_arrays(whole, step), strict=True):
             np.testing.assert_array_equal(found, expected)

@@ -39,7 +39,7 @@ from dflash_jax.objective.terms import term_loss
 from dflash_jax.prompts.prompt import Prompt
 from dflash_jax.published.targets import TargetFiles
 from dflash_jax.training.optim import learning_rate, make_optimizer
-from dflash_jax.training.state import TrainState
+from dflash_jax.training.state import first_state
 from dflash_jax.training.step import GradientSums, apply_gradients
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -226,7 +226,7 @@ def step_of(*parts: LossSums):
     """(parameter, measures) after the first step, at lr 6e-4 from 1; a part's gradient is its loss."""
     optimizer = make_optimizer(OptimSection(), lambda count: jnp.float32(6e-4))
     params = nnx.State({"w": nnx.Param(jnp.ones(1))})
-    state = TrainState(jnp.zeros((), int), params, optimizer.init(params))
+    state = first_state(params, optimizer)
     grads = [GradientSums(nnx.State({"w": nnx.Param(part.loss[None])}), part) for part in parts]
     state, measures = apply_gradients(state, functools.reduce(operator.add, grads), optimizer=optimizer)
     return state.params["w"][...], measures

@@ -20,7 +20,7 @@ from dflash_jax.objective.head import Rule
 from dflash_jax.objective.objective import TargetStates, block_loss
 from dflash_jax.objective.slot_weights import Decay
 from dflash_jax.training.optim import learning_rate, make_optimizer
-from dflash_jax.training.state import TrainState
+from dflash_jax.training.state import first_state
 from dflash_jax.training.step import apply_gradients, gradient_sums
 
 TAPS, NEW, STEPS = (0, 1), 32, 150
@@ -74,7 +74,7 @@ def trained(target, drafter, frozen):
         )
         return apply_gradients(state, found, optimizer=optimizer)
 
-    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    state = first_state(params, optimizer)
     for _ in range(STEPS):
         state, _ = step(state)
     return nnx.merge(structure, state.params)

@@ -117,7 +117,7 @@ def save_run(recipe: TinyRecipe, out: str, *changes: str, steps: tuple[int, ...]
     run.mkdir()
     (run / "recipe.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(whole)))
     state = initial_state(experiment.initial_drafter, make_optimizer(whole.optim, learning_rate(whole.optim, 10)))
-    with Checkpoints(run / "checkpoints", keep=len(steps)) as checkpoints:
+    with Checkpoints(run / "checkpoints", keep=len(steps), warn=print) as checkpoints:
         for step in steps:
             params = jax.tree.map(lambda leaf, step=step: leaf * step, state.params)
             checkpoints.save(step, dataclasses.replace(state, params=params), cursor=0, fingerprint={})

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     run = pathlib.Path(config.run)
     recipe = build(Recipe, [(str(run / "recipe.yaml"), read_yaml(run / "recipe.yaml") | {"out": config.run})])
     steps = [line for line in read_lines(run / "train_log.jsonl")]
-    trained = statistics.median(line["tokens_s"] for line in steps[len(steps) // 2 :])
+    trained = statistics.median(line["drafter_tok_s"] for line in steps[len(steps) // 2 :])
     read = read_speed(recipe, run, count=config.batches)
     print(f"read {read:.3g} tokens/s, trained {trained:.3g} tokens/s: {read / trained:.0f} times as fast")
     return 0

@@ -48,6 +48,7 @@ class Attention(nnx.Module):
                 RMSNorm(rngs, "head", c.head_width, eps=c.norm_eps, unit_offset=c.unit_offset) for _ in "qk"
             )
 
+    @jax.named_scope("attention")
     def __call__(
         self, x: jax.Array, table: tuple[jax.Array, jax.Array], visible: jax.Array, cached: KVRows | None, starts
     ) -> tuple[jax.Array, KVRows | None]:

@@ -223,7 +223,8 @@ class Decoder(nnx.Module):
         return found if cap is None else cap * jnp.tanh(found / cap)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
-        x, scale = self.model.embed_tokens(tokens), self.config.embedding_scale
+        with jax.named_scope("embed"):
+            x, scale = self.model.embed_tokens(tokens), self.config.embedding_scale
         return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
 

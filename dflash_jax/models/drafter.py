@@ -75,6 +75,7 @@ class BlockAttention(nnx.Module):
         shape = (*x.shape[:-1], self.kv_heads, self.head_width)
         return rotate(self.k_norm(self.k_proj(x).reshape(shape)), table), self.v_proj(x).reshape(shape)
 
+    @jax.named_scope("attention")
     def __call__(self, x: jax.Array, table, context: Context, **visibility) -> jax.Array:
         """x: [B, A, W, D] block states -> [B, A, W, D]."""
         queries = self.q_proj(x).reshape(*x.shape[:-1], self.heads, self.head_width)

@@ -67,5 +67,6 @@ class SwiGLU(nnx.Module):
         self.up_proj = Linear(rngs, "mlp embed", mlp_width, width, bias=bias)
         self.down_proj = Linear(rngs, "embed mlp", width, mlp_width, bias=bias)
 
+    @jax.named_scope("mlp")
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -20,6 +20,11 @@ def published_taps(layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + index * (layers - 4) / (count - 1)) for index in range(count))
 
 
+def most_taps(layers: int) -> int:
+    """The most taps that `published_taps` places in so many layers without one of them coming twice."""
+    return max(1, layers - 3)
+
+
 def checked_taps(taps: Sequence[int], layers: int) -> tuple[int, ...]:
     """The taps if they rise strictly within 0 .. layers - 2; raises UserError with a right list otherwise.
 

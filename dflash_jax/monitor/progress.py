@@ -19,7 +19,7 @@ PREFIXES = ((1e6, "M"), (1e3, "k"))
 def describe(line: dict) -> str:
     """The figures of a log line worth watching; those that it lacks are left out.
 
-    Read are epoch and epochs (passes), loss, accept_len (tokens), tokens_s (trained tokens a second) and
+    Read are epoch and epochs (passes), loss, accept_len (tokens), drafter_tok_s (trained tokens a second) and
     eta_s (seconds to the end of the last pass).
     """
     parts = []
@@ -30,8 +30,8 @@ def describe(line: dict) -> str:
         parts.append(f"loss {float(line['loss']):.3g}")
     if "accept_len" in line:
         parts.append(f"accept {float(line['accept_len']):.2f}")
-    if "tokens_s" in line:
-        parts.append(_rate(float(line["tokens_s"])))
+    if "drafter_tok_s" in line:
+        parts.append(_rate(float(line["drafter_tok_s"])))
     if "eta_s" in line:
         parts.append(f"eta {_duration(float(line['eta_s']))}")
     return "  ".join(parts)
@@ -69,6 +69,10 @@ class Progress:
     def note(self, text: str) -> None:
         """Print a line of text above the bar."""
         tqdm.tqdm.write(text, file=sys.stderr)
+
+    def warn(self, text: str) -> None:
+        """Print what a person should know, though the run goes on."""
+        self.note(f"warning: {text}")
 
     def close(self) -> None:
         """Print the last step if it was not yet, and end the bar."""

@@ -179,7 +179,8 @@ def block_loss(
     alive at a time; head_draw: tokens in the softmax, None for all; noise_std: [] of the Gaussian noise that is
     added to the features, and to nothing else.
     """
-    anchors, kept = block_anchors(batch, seed=seed, count=anchor_count)
+    with jax.named_scope("anchors"):
+        anchors, kept = block_anchors(batch, seed=seed, count=anchor_count)
     if noise_std is not None:
         states = states._replace(features=with_noise(token_keys(seed, batch), states.features, noise_std))
     return anchored_loss(

@@ -14,10 +14,11 @@ from dflash_jax.published.stored import Index, Stored
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
+SHOWN = 40  # characters of a wrong value in a message
 
 
 def read_config(directory: pathlib.Path) -> dict[str, Any]:
-    """The parsed config.json. Raises UserError if it is missing or not JSON."""
+    """The parsed config.json. Raises UserError if it is missing or not a JSON object."""
     file = directory / "config.json"
     if not file.exists():
         raise UserError(f"{directory}: no config.json; expected a model folder as published on the hub")
@@ -25,16 +26,19 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def read_generation(directory: pathlib.Path) -> dict[str, Any]:
-    """The parsed generation_config.json, empty where there is none. Raises UserError if it is not JSON."""
+    """The parsed generation_config.json, empty where there is none. Raises UserError if it is no JSON object."""
     file = directory / "generation_config.json"
     return _read_json(file) if file.exists() else {}
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        found = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: expected a JSON object, found {json.dumps(found)[:SHOWN]}; fetch it again")
+    return found
 
 
 def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:

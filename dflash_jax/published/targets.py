@@ -64,10 +64,15 @@ class TargetFiles:
                 f"then target.path=models/{path.name}"
             )
         fields = reader.read_config(path)
-        if fields["model_type"] not in FAMILIES:
+        known = sorted(FAMILIES)
+        if "model_type" not in fields:
+            raise UserError(
+                f"target.path: the config.json of {path} lacks model_type; supported: {', '.join(known)}"
+            )
+        if fields["model_type"] not in known:
             raise UserError(
                 f"target.path: model_type {fields['model_type']!r} in {path} is not supported; "
-                f"supported: {', '.join(sorted(FAMILIES))}"
+                f"supported: {', '.join(known)}"
             )
         return cls(path, fields, lambda: reader.tensors(path))
 

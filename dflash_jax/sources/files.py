@@ -141,7 +141,7 @@ def rows_of(part: Part) -> Iterator[tuple[int, dict[str, Any] | UnusedRow]]:
 
 def _entry_files(entry: str) -> list[pathlib.Path]:
     if not entry:
-        raise UserError("input: an entry between commas is empty; name a file, a folder or a glob")
+        raise UserError("an entry between commas is empty; name a file, a folder or a glob")
     entry = os.path.expanduser(entry)
     if os.path.exists(entry) or not glob.has_magic(entry):
         return _files_at(pathlib.Path(entry))

@@ -1,85 +1,79 @@
-"""Checkpoints through Orbax: written in the background, whole or absent, restored onto any mesh.
+"""Checkpoints: arrays through Orbax, written in the background, whole or absent, restored onto any mesh.
 
-One step holds the train state, the data position that belongs to it (batches consumed), the run's fingerprint
-(what must not change between the runs that share it) and, if it was evaluated, its held-out accept length. The
-latest steps are kept, and the one with the longest.
+Of a save the training only waits for the copy of its arrays. The rest happens in a thread: Orbax writes, the index
+of what it has written is read back, checksums are made, the folder gets its name, and only then are older steps
+removed. What a disk refuses is a warning until it has refused several saves in a row.
 """
 
-import dataclasses
+import concurrent.futures
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from dflash_jax.errors import UserError
+from dflash_jax.training import checkpoint_files
+from dflash_jax.training.checkpoint_files import STATE, WRITING, Fingerprint, Position
 from dflash_jax.training.state import TrainState
 
-Fingerprint = Mapping[str, Any]
-ACCEPT_LEN = "accept_len"  # Orbax's metric of a step, tokens per verify step; no entry where it was not evaluated
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """state: the train state; cursor: batches of the plan that it has consumed."""
-
-    state: TrainState
-    cursor: int
+# What a disk's refusal looks like: of Python's own calls, and of tensorstore's.
+REFUSALS = (OSError, ValueError)
 
 
 class Checkpoints:
-    """The `checkpoints/` folder of a run. A context manager: leaving it waits for the save in flight."""
+    """The `checkpoints/` folder of a run. A context manager: leaving it waits for the save in flight.
 
-    def __init__(self, directory: pathlib.Path, *, keep: int):
-        policies = ocp.checkpoint_managers
-        best = policies.BestN(get_metric_fn=_quality, n=1, keep_checkpoints_without_metrics=False)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
-            best_fn=_quality,  # Orbax writes no metrics without it
-            enable_async_checkpointing=True,
-        )
-        self.directory = directory
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
-        self._best = max(Checkpoints.accept_lengths(directory).values(), default=-math.inf)
+    keep: latest steps that stay, besides the best and multiples of keep_every; max_failures: so many saves that
+    fail in a row are an error; warn: told of each.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        *,
+        keep: int,
+        warn: Callable[[str], object],
+        keep_every: int | None = None,
+        max_failures: int = 1,
+    ):
+        self.directory = directory.absolute()
+        self._keep, self._keep_every, self._max_failures = keep, keep_every, max_failures
+        self._warn = warn
+        self._writer = _writer()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # step, accept length, and the end of its save
+        self._in_flight: tuple[int, float | None, concurrent.futures.Future[None]] | None = None
+        self._failures = 0
+        checkpoint_files.clean(self.directory)
+        self.last_step = max(checkpoint_files.saved(self.directory), default=0)
+        self._best = max(checkpoint_files.accept_lengths(self.directory).values(), default=-math.inf)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.finish()
+        except UserError:
+            # What has already gone wrong is told first; the failed save has been warned of.
+            if kind is None:
+                raise
+        finally:
+            self._thread.shutdown()
+            self._writer.close()
 
-    @staticmethod
-    def saved(directory: pathlib.Path) -> list[int]:
-        """The steps saved in a folder, ascending; none if it does not exist. Unfinished saves do not count."""
-        if not directory.is_dir():
-            return []
-        return sorted(ocp.utils.checkpoint_steps(directory.absolute()))
-
-    @staticmethod
-    def accept_lengths(directory: pathlib.Path) -> dict[int, float]:
-        """The held-out accept length of every saved step that was evaluated, by ascending step."""
-        steps = Checkpoints.saved(directory)
-        if not steps:
-            return {}
-        options = ocp.CheckpointManagerOptions(create=False, save_interval_steps=0)
-        with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
-            metrics = {step: manager.metrics(step) or {} for step in steps}
-        return {step: found[ACCEPT_LEN] for step, found in metrics.items() if ACCEPT_LEN in found}
-
-    @staticmethod
-    def set_aside(directory: pathlib.Path, *, after: int) -> None:
-        """Move the steps past `after` to a sibling folder, so that training can branch off there."""
-        for step in Checkpoints.saved(directory):
-            if step > after:
-                aside = directory.with_name(f"{directory.name}.after-step-{after}")
-                aside.mkdir(exist_ok=True)
-                (directory / str(step)).rename(aside / str(step))
+    @property
+    def saving(self) -> bool:
+        """Whether a save is in flight."""
+        return self._in_flight is not None and not self._in_flight[2].done()
 
     def is_best(self, accept_len: float) -> bool:
         """Whether a held-out accept length is longer than those of all steps that are saved."""
+        self.settle(wait=True)
         return accept_len > self._best
 
     def save(
@@ -93,65 +87,106 @@ class Checkpoints:
     ) -> None:
         """Start saving; returns once the arrays are copied, so that the state may be donated at once.
 
-        accept_len: the step's held-out accept length, if it was evaluated.
+        accept_len: the step's held-out accept length, if it was evaluated. Raises UserError as `settle` does.
         """
-        self._best = max(self._best, -math.inf if accept_len is None else accept_len)
-        self._manager.save(
-            step,
-            metrics={} if accept_len is None else {ACCEPT_LEN: accept_len},
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                run=ocp.args.JsonSave({"cursor": cursor, "fingerprint": dict(fingerprint)}),
-            ),
-            force=True,
-        )
+        self.settle(wait=True)
+        folder, belongs = self.directory / f"{step}{WRITING}", Position(cursor, dict(fingerprint), accept_len)
+        try:
+            folder.mkdir(parents=True)
+            self._writer.save(folder / STATE, args=ocp.args.StandardSave(state))
+        except REFUSALS as fault:
+            self._failed(step, fault)
+        else:
+            ended = self._thread.submit(self._complete, step, folder, belongs, _shapes(state))
+            self._in_flight = step, accept_len, ended
 
-    def restore(self, step: int, abstract: TrainState, *, fingerprint: Fingerprint) -> Restored:
-        """Restore `step` as `abstract` says (shapes, dtypes and shardings of every leaf).
+    def settle(self, *, wait: bool = False) -> None:
+        """Take note of the save in flight if it has ended, or in any case with `wait`.
 
-        Raises UserError, naming both values, if the saved fingerprint differs from `fingerprint`.
+        Raises UserError once max_failures saves in a row have failed.
         """
-        run = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        for key, value in fingerprint.items():
-            if run["fingerprint"].get(key) != value:
-                raise UserError(
-                    f"resume: {key} is {value} now, but {self.directory} was trained with "
-                    f"{run['fingerprint'].get(key)}; restore the old value or choose another out="
-                )
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return Restored(self._manager.restore(step, args=arguments)["state"], run["cursor"])
+        if self._in_flight is None or not (wait or self._in_flight[2].done()):
+            return
+        (step, accept_len, ended), self._in_flight = self._in_flight, None
+        try:
+            ended.result()
+        except REFUSALS as fault:
+            self._failed(step, fault)
+        else:
+            self._failures, self.last_step = 0, step
+            self._best = max(self._best, -math.inf if accept_len is None else accept_len)
 
-    def restore_params(self, step: int, abstract: Any) -> Any:
-        """Only the drafter's parameters of `step`, as `abstract` (params with shardings) says."""
-        arguments = jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding), abstract)
-        restore = ocp.args.PyTreeRestore(
-            {"params": abstract}, restore_args={"params": arguments}, partial_restore=True
-        )
-        return self._manager.restore(step, args=ocp.args.Composite(state=restore))["state"]["params"]
-
-
-def chosen_step(directory: pathlib.Path, wanted: str, *, key: str) -> int:
-    """The step saved in a `checkpoints/` folder that `latest`, `best` (held-out accept length) or a number means.
-
-    Raises UserError, naming `key` and the saved steps, if there is no such step.
-    """
-    steps = Checkpoints.saved(directory)
-    saved = ", ".join(map(str, steps)) or "there is none"
-    if wanted == "latest" and steps:
-        return steps[-1]
-    if wanted == "best" and steps:
-        found = Checkpoints.accept_lengths(directory)
-        if not found:
+    def finish(self) -> None:
+        """Wait for the save in flight. Raises UserError if it, or the one before that ended last, has failed."""
+        self.settle(wait=True)
+        if self._failures:
             raise UserError(
-                f"{key}: found 'best', but no step in {directory} was evaluated; name a saved step ({saved}), or "
-                "train with data.heldout and eval.every"
+                f"the last state could not be saved in {self.directory}; {self._whole()}. Once the disk takes "
+                "files again, the same command continues from there"
             )
-        return max(found, key=lambda step: (found[step], step))
-    if not wanted.isdigit() or int(wanted) not in steps:
-        raise UserError(f"{key}: found {wanted!r}, allowed: latest, best, or a saved step ({saved})")
-    return int(wanted)
+
+    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, int]:
+        """The state of `step` as `abstract` says (shapes, dtypes and shardings of every leaf), and its cursor."""
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+            state = reader.restore(self.directory / str(step) / STATE, args=ocp.args.StandardRestore(abstract))
+        return state, checkpoint_files.position(self.directory, step).cursor
+
+    def _complete(self, step: int, folder: pathlib.Path, belongs: Position, shapes: list[tuple[int, ...]]) -> None:
+        """Wait for what Orbax writes, check it, name it, and remove what is no longer kept. In the thread."""
+        self._writer.wait_until_finished()
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+            written = reader.metadata(folder / STATE).item_metadata
+        if _shapes(written.tree) != shapes:
+            raise ValueError(f"{folder} does not hold what was to be written")
+        checkpoint_files.seal(folder, belongs, final=self.directory / str(step))
+        checkpoint_files.prune(self.directory, keep=self._keep, keep_every=self._keep_every)
+
+    def _failed(self, step: int, fault: Exception) -> None:
+        self._failures += 1
+        # TRAP: a writer that has met one refusal may tell of it again at its next save.
+        self._writer = _writer()
+        checkpoint_files.clean(self.directory)
+        # Of tensorstore's report the last clause is the disk's.
+        said = " ".join(str(fault).split()).rsplit('": ', 1)[-1]
+        self._warn(f"checkpoint {step} could not be saved in {self.directory}: {said}; {self._whole()}")
+        if self._failures >= self._max_failures:
+            raise UserError(
+                f"checkpoint.max_failures: {self._failures} saves in a row have failed, the last at step {step}; "
+                f"{self._whole()}, from which the same command continues"
+            )
+
+    def _whole(self) -> str:
+        if not self.last_step:
+            return "there is none yet"
+        return f"the last whole checkpoint is that of step {self.last_step}"
 
 
-def _quality(metrics: Mapping[str, float]) -> float:
-    """What the best step has most of."""
-    return metrics.get(ACCEPT_LEN, -math.inf)
+def restore_params(directory: pathlib.Path, step: int, abstract: Any) -> Any:
+    """Only the drafter's parameters of a saved step, as `abstract` (params with shardings) says."""
+    arguments = jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding), abstract)
+    restore = ocp.args.PyTreeRestore(
+        {"params": abstract}, restore_args={"params": arguments}, partial_restore=True
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(directory.absolute() / str(step) / STATE, args=restore)["params"]
+
+
+def read_arrays(directory: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a saved step by its name, such as params.fc.kernel, in memory of this process."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        folder = directory.absolute() / str(step) / STATE
+        shapes = reader.metadata(folder).item_metadata
+        assert shapes is not None
+        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes.tree)
+        state = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=arguments))
+    named = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in named}
+
+
+def _writer() -> ocp.AsyncCheckpointer:
+    return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    """The shapes of all arrays; what Orbax says of a tree it has written names them in another order."""
+    return sorted(tuple(leaf.shape) for leaf in jax.tree.leaves(tree))

@@ -94,6 +94,11 @@ class Featured:
     states: TargetStates
     recalled: bool
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the states are computed and on the drafter's mesh."""
+        return _arrived(self.states.features)
+
 
 class FeatureSource:
     """Turns host batches into featured batches, in order, without waiting for either mesh.

@@ -4,15 +4,24 @@ import optax
 
 from dflash_jax.config import OptimSection
 
+WSD_DECAY = 0.2  # share of the steps in which `wsd` decays
+
 
 def learning_rate(section: OptimSection, steps: int) -> optax.Schedule:
-    """Linear from 0 to the peak over the first `warmup` share of `steps`, then cosine to 0 or constant."""
+    """Linear from 0 to the peak over the first `warmup` share of `steps`, then the schedule's own way.
+
+    cosine: to 0 at the last step; wsd: stable, then linear to 0 over the last fifth; constant.
+    """
     warmup = round(section.warmup * steps)
     rise = optax.linear_schedule(0.0, section.lr, max(warmup, 1))
     if section.schedule == "cosine":
         after = optax.cosine_decay_schedule(section.lr, max(steps - warmup, 1))
     else:
         after = optax.constant_schedule(section.lr)
+    if section.schedule == "wsd":
+        decay = min(round(WSD_DECAY * steps), steps - warmup)
+        fall = optax.linear_schedule(section.lr, 0.0, max(decay, 1))
+        return optax.join_schedules([rise, after, fall], [warmup, steps - decay])
     return optax.join_schedules([rise, after], [warmup])
 
 

@@ -5,17 +5,18 @@ would hang as soon as several hosts run at different paces.
 """
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def look_ahead(items: Iterable[T], depth: int) -> Iterator[T]:
-    """Yield the items in order, having always requested `depth` items beyond the one yielded."""
+def look_ahead(items: Iterable[T], depth: int) -> Iterator[tuple[T, Sequence[T]]]:
+    """Yield the items in order, each with those requested beyond it: always `depth`, but for the last items."""
     window: collections.deque[T] = collections.deque()
     for item in items:
         window.append(item)
         if len(window) > depth:
-            yield window.popleft()
-    yield from window
+            yield window.popleft(), tuple(window)
+    while window:
+        yield window.popleft(), tuple(window)

@@ -79,7 +79,9 @@ def make_programs(
     gradients = functools.partial(gradient_sums, structure=structure, objective=objective)
 
     def update(state: TrainState, total: GradientSums):
-        changed, metrics = apply_gradients(state, total, optimizer=optimizer)
+        changed, metrics = apply_gradients(
+            state, total, optimizer=optimizer, max_norm_ratio=experiment.recipe.guard.max_grad_norm_ratio
+        )
         return changed, metrics if noise is None else {**metrics, "noise_std": noise(state.step)}
 
     def whole_step(state, batch, states, frozen):

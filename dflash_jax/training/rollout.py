@@ -26,9 +26,10 @@ from dflash_jax.sharding import replicated
 NAME = "drafter"
 
 
-def check_rollouts(recipe: Recipe) -> None:
-    """Raise UserError where eval.decode_every asks for what the recipe rules out."""
-    every = recipe.eval.decode_every
+def check_evaluation(recipe: Recipe) -> None:
+    """Raise UserError where the recipe's `eval` group asks for what the rest of the recipe rules out."""
+    section = recipe.eval
+    every, budgets = section.decode_every, section.budgets
     if every and recipe.data.heldout is None:
         raise UserError(
             f"eval.decode_every: found {every}, but there are no prompts to decode: data.heldout is null; name "
@@ -39,6 +40,21 @@ def check_rollouts(recipe: Recipe) -> None:
             f"eval.decode_every: found {every}, but with data.features=cached the target is not loaded; set "
             "data.features=hybrid, or eval.decode_every=0"
         )
+    if section.every and recipe.data.heldout is None:
+        raise UserError(
+            f"eval.every: found {section.every}, but data.heldout is null; name held-out conversations, or set "
+            "eval.every=0"
+        )
+    if budgets and not section.every:
+        raise UserError(
+            f"eval.budgets: found {budgets}, but eval.every is 0, so that they are never measured; set "
+            "eval.every, or eval.budgets=[]"
+        )
+    if twice := [budget for budget in budgets if budgets.count(budget) > 1]:
+        raise UserError(f"eval.budgets: found {budgets}, which names {twice[0]} twice; name each budget once")
+
+
+check_rollouts = check_evaluation
 
 
 def heldout_prompts(data: Dataset, count: int) -> list[np.ndarray]:
