@@ -17,7 +17,7 @@ import sys
 import jax
 from omegaconf import OmegaConf
 
-from dflash_jax import resolve
+from dflash_jax import initial, resolve
 from dflash_jax.arguments import build, find_named, leaves, parse_assignments, read_yaml, run_entry_point
 from dflash_jax.batches.loader import HostShare, Reading, batches
 from dflash_jax.config import MeshLayout, PipelineSection, Recipe
@@ -42,7 +42,7 @@ from dflash_jax.training.loop import Progression, Training, run_steps
 from dflash_jax.training.optim import learning_rate, make_optimizer
 from dflash_jax.training.programs import make_evaluation, make_programs
 from dflash_jax.training.read_ahead import ReadAhead
-from dflash_jax.training.rollout import check_rollouts, heldout_prompts, make_rollout
+from dflash_jax.training.rollout import check_evaluation, heldout_prompts, make_rollout
 from dflash_jax.training.trace import Trace, parse_steps
 from dflash_jax.training.usage import Usage
 
@@ -70,7 +70,7 @@ keys, with type, default and meaning:"""
 
 def main(arguments: list[str]) -> int:
     recipe, resume = read_arguments(arguments)
-    check_rollouts(recipe)
+    check_evaluation(recipe)
     parse_steps(recipe.profile.steps)
     # What Orbax and tensorstore say of a disk that refuses them, with tracebacks; checkpoint.py says it in a line.
     for library in ("absl", "asyncio"):
@@ -84,6 +84,8 @@ def main(arguments: list[str]) -> int:
     check_out(run)
     experiment = Experiment.open(recipe)
     start = resumed_step(run, resume.point)
+    if not start:
+        initial.check_weights(experiment.folder)
     prepare_devices(layout)
     train(experiment, make_meshes(layout, recipe.mesh), start=start, allowed=resume.allow)
     return 0

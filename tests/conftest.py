@@ -1,5 +1,6 @@
 """Every test runs on eight virtual CPU devices, and warnings are errors (pyproject.toml)."""
 
+import pathlib
 from collections.abc import Iterator
 
 import jax
@@ -47,14 +48,20 @@ def recipe(tmp_path_factory) -> tiny_runs.TinyRecipe:
     return tiny_runs.save_recipe(root, tiny_runs.save_chat_llama(root / "llama"))
 
 
+@pytest.fixture(scope="session")
+def compiled_programs(tmp_path_factory) -> pathlib.Path:
+    """Where the programs are that a test process has compiled."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory) -> Iterator[dict[str, str]]:
+def compiled_once(compiled_programs) -> Iterator[dict[str, str]]:
     """For trainings with the same programs, which the first one that needs them compiles.
 
     The result is the environment for a process that is to use them too.
     """
     changes = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_compilation_cache_dir": str(compiled_programs),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

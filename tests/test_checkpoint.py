@@ -119,7 +119,7 @@ def test_what_cannot_be_chosen_is_said_with_what_can(tmp_path):
     save(folder, {5: None, 10: None}, keep=2)
     with pytest.raises(UserError, match=r"step: found 'best', but no step .* evaluated; .* \(5, 10\)"):
         chosen_step(folder, "best", key="step")
-    with pytest.raises(UserError, match=r"resume: found '7', allowed: auto, never, best, or a saved step \(5, 10\)"):
+    with pytest.raises(UserError, match=r"resume: found '7', allowed: auto, never, best, or .* \(5, 10\)"):
         chosen_step(folder, "7", key="resume")
     assert chosen_step(folder, "5", key="step") == 5
 

@@ -9,6 +9,8 @@ from dflash_jax import train
 from dflash_jax.errors import UserError
 from dflash_jax.training.trace import parse_steps
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def test_the_steps_that_were_asked_for_are_traced(recipe):
     asked = ["train.steps=8", "eval.every=0", "data.buckets=[192]", "profile.steps=3:4"]

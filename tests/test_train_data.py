@@ -14,6 +14,8 @@ from dflash_jax.data.records import Records
 from dflash_jax.errors import UserError
 from dflash_jax.monitor.json_lines import read_lines
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def lines_of(recipe, out):
     return list(read_lines(recipe.root / out / "train_log.jsonl"))

@@ -7,6 +7,8 @@ import tiny_runs
 
 from dflash_jax import evaluate, train
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 MESH = {
     "platform": "cpu",
     "device_count": 8,

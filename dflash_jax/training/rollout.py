@@ -54,7 +54,6 @@ def check_evaluation(recipe: Recipe) -> None:
         raise UserError(f"eval.budgets: found {budgets}, which names {twice[0]} twice; name each budget once")
 
 
-check_rollouts = check_evaluation
 
 
 def heldout_prompts(data: Dataset, count: int) -> list[np.ndarray]:
