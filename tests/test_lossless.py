@@ -91,7 +91,14 @@ def stops_of(target) -> tuple[int, ...]:
     return tuple(np.bincount(np.concatenate(later).astype(int), minlength=VOCAB).argsort()[-2:].tolist())
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# A plain, a sparse and a hybrid one at once; what the others add to them takes minutes.
+AT_ONCE = ("llama", "qwen3_moe", "qwen3_5")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in AT_ONCE else pytest.mark.slow) for name in FAMILIES],
+)
 def target(request, tmp_path_factory):
     return load_target(save_target(tmp_path_factory.mktemp("family") / request.param, request.param).path)
 
@@ -152,7 +159,7 @@ def test_a_broken_rollback_is_caught(tmp_path, monkeypatch, fault):
 
 
 @pytest.mark.parametrize("way", ["chain", "tree"])
-@pytest.mark.parametrize("confidence", [0.2, 0.6, 1.0])
+@pytest.mark.parametrize("confidence", [0.6, *(pytest.param(c, marks=pytest.mark.slow) for c in (0.2, 1.0))])
 def test_leaving_out_what_is_unlikely_changes_no_token_either(tmp_path, confidence, way):
     target = load_target(save_target(tmp_path / "qwen3_5", "qwen3_5").path)
     options = {"stop": (5, 11), "max_new_tokens": NEW}

@@ -84,7 +84,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow if " " in way else ()) for way in WAYS])
 def test_texts_come_up_as_often_as_the_target_would_write_them(target, probabilities, way, temperature):
     program, options = WAYS[way]
     texts, accepted = sampled(program, target, Sampling(temperature), 1, **options)

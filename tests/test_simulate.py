@@ -251,7 +251,9 @@ def over_text(target, drafter, frozen, rows, lengths, *, new, budgets, width, ta
     return simulate(drafter, batch, features, frozen, **options)
 
 
-@pytest.mark.parametrize(("kind", "width"), [((FULL, FULL), None), ((SLIDING, FULL), 3)])
+@pytest.mark.parametrize(
+    ("kind", "width"), [pytest.param((FULL, FULL), None, marks=pytest.mark.slow), ((SLIDING, FULL), 3)]
+)
 def test_the_walk_over_greedy_text_is_what_chain_and_tree_decoding_do(few_tokens_llama, kind, width):
     """Five drafters and eight prompts each: the same rounds from one teacher-forced pass over the text."""
     target, taps, new, budgets = load_target(few_tokens_llama.path), (0, 1), 20, (4, 16)

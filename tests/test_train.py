@@ -88,7 +88,9 @@ def test_killed_run_resumes_bit_equal(recipe, finished, compiled_once):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"]
+)
 def test_a_signal_saves_and_says_how_to_go_on(recipe, number, compiled_once):
     run = recipe.root / f"stopped-{number.name}"
     process = start(recipe.arguments(run.name, "train.steps=5000", "checkpoint.every=5000"), compiled_once)
@@ -165,7 +167,9 @@ def test_every_array_lives_on_its_mesh(recipe):
     assert places((state, frozen, item.states, item.batch)) == {frozenset(seventh)}
 
 
-def test_another_split_is_a_file_and_changes_nothing(recipe, finished, tmp_path):
+@pytest.fixture(scope="module")
+def other_split(tmp_path_factory) -> pathlib.Path:
+    """Four groups of devices where cpu8 has two."""
     by_model = dict.fromkeys(["heads", "kv_heads", "mlp", "vocab"], "model")
     layout = {
         "platform": "cpu",
@@ -173,15 +177,52 @@ def test_another_split_is_a_file_and_changes_nothing(recipe, finished, tmp_path)
         "target": {"devices": [0, 1, 2, 3, 4, 5], "axes": {"data": 3, "model": 2}, "rules": by_model},
         "drafter": {"devices": [6, 7], "axes": {"data": 2}},
     }
-    file = tmp_path / "split.yaml"
+    file = tmp_path_factory.mktemp("mesh") / "split.yaml"
     file.write_text(json.dumps(layout))
-    assert train.main(recipe.arguments("split", f"mesh={file}")) == 0
+    return file
+
+
+def test_another_split_is_a_file_and_changes_nothing(recipe, finished, other_split):
+    assert train.main(recipe.arguments("split", f"mesh={other_split}")) == 0
     for ours, theirs in zip(lines(recipe.root / "split"), lines(finished), strict=True):
         assert ours["records"] == theirs["records"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("head_sample", ["null", "260"])
+def test_a_run_goes_on_with_another_mesh_and_learning_rate_on_the_same_batches(
+    recipe, finished, other_split, capfd
+):
+    run = recipe.root / "moved"
+    shutil.copytree(finished, run)
+    changes = ["resume=15", f"mesh={other_split}", "optim.lr=1e-3"]
+    assert train.main(recipe.arguments("moved", *changes)) == 0
+    assert [line["records"] for line in lines(run)] == [line["records"] for line in lines(finished)]
+    assert [line["lr"] for line in lines(run)[15:]] == pytest.approx(
+        [line["lr"] / 3 for line in lines(finished)[15:]]
+    )
+    noted = {
+        line["key"]: (line["step"], line["before"], line["now"]) for line in lines(run, "recipe_changes.jsonl")
+    }
+    assert noted.pop("out")[0] == 15
+    assert noted == {"mesh": (15, "cpu8", str(other_split)), "optim.lr": (15, 3e-3, 1e-3)}
+    assert "optim.lr is 0.001, was 0.003" in capfd.readouterr().err
+
+
+def test_what_a_checkpoint_means_may_only_change_by_name(recipe, finished):
+    run = recipe.root / "allowed"
+    shutil.copytree(finished, run)
+    other = ["train.seed=1", "train.steps=21"]
+    with pytest.raises(
+        UserError, match=r"resume: train.seed is 1 .* trained with 0; .* resume_allow=\[train.seed\]"
+    ):
+        train.main(recipe.arguments("allowed", *other, "resume_allow=[drafter.taps]"))
+    with pytest.raises(UserError, match=r"resume_allow: found drafter.width, allowed: .*drafter.block_size, "):
+        train.main(recipe.arguments("allowed", *other, "resume_allow=drafter.width"))
+    assert train.main(recipe.arguments("allowed", *other, "resume_allow=[train.seed]")) == 0
+    assert [line["step"] for line in lines(run)] == list(range(1, 22))
+
+
+@pytest.mark.parametrize("head_sample", [pytest.param("null", marks=pytest.mark.slow), "260"])
 def test_accumulated_batches_make_the_step_of_one_large_batch(recipe, head_sample):
     one_bucket = ["data.buckets=[192]", "train.steps=2", "eval.every=0", "optim.warmup=0"]
     one_bucket.append(f"objective.head_sample={head_sample}")
@@ -240,10 +281,10 @@ def test_evaluation_is_without_noise(recipe, finished):
 
 
 def test_a_drafter_narrower_than_its_target_learns_and_decodes_without_changing_a_token(recipe):
-    assert train.main(recipe.arguments("narrow", "drafter.width=24", "optim.lr=1e-2")) == 0
+    assert train.main(recipe.arguments("narrow", "drafter.width=24", "optim.lr=1e-2", "eval.every=0")) == 0
     run = recipe.root / "narrow"
     assert lines(run)[-1]["loss"] < 0.9 * lines(run)[0]["loss"]
-    assert evaluate.main([f"run={run}", "max_new_tokens=24", "limit=1"]) == 0
+    assert evaluate.main([f"run={run}", "max_new_tokens=24", "limit=1", "simulate=false"]) == 0
     *_, whole = json.loads((run / "report" / "evaluation.json").read_text())["sets"]
     assert whole["ways"][1]["identical"] == whole["prompts"] == 2
 
@@ -260,7 +301,7 @@ def test_evaluation_decodes_without_changing_a_token(recipe, finished, capsys):
 def test_moved_run_is_evaluated_where_it_is(recipe, finished, tmp_path):
     moved = tmp_path / "elsewhere"
     os.symlink(finished, moved)
-    assert evaluate.main([f"run={moved}", "max_new_tokens=8", "limit=1", "step=15"]) == 0
+    assert evaluate.main([f"run={moved}", "max_new_tokens=24", "limit=2", "step=15"]) == 0
     assert json.loads((moved / "report" / "evaluation.json").read_text())["drafters"][0]["step"] == 15
 
 

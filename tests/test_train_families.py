@@ -31,10 +31,8 @@ MESH = {
 }
 
 
-OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3_moe", "qwen3_5")]
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_moe", *OTHERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 def test_a_drafter_for_the_family_learns_and_decodes_without_changing_a_token(tmp_path, family, capsys):
     sizes = {"num_experts": 4} if family.endswith("moe") else {}
     recipe = tiny_runs.save_recipe(tmp_path, tiny_runs.save_chat_target(tmp_path / "target", family, **sizes))

@@ -32,7 +32,7 @@ from dflash_jax.objective.objective import (
 from dflash_jax.objective.slot_weights import Decay, Dpace
 from dflash_jax.published.weights import names
 from dflash_jax.training.optim import make_optimizer
-from dflash_jax.training.state import TrainState
+from dflash_jax.training.state import TrainState, first_state
 from dflash_jax.training.step import apply_gradients, gradient_sums
 
 # Compiles in half the time; what is compiled here runs only a few times.
@@ -105,7 +105,7 @@ def trained(saved) -> Trajectory:
 
         return jax.lax.scan(step, state, length=12)
 
-    start = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    start = first_state(params, optimizer)
     state, measures = run(start, jnp.asarray(golden["target_hidden"]), published_tables())
     return Trajectory(np.asarray(measures["loss"]), np.asarray(measures["grad_norm"]), state)
 

@@ -126,7 +126,9 @@ def test_the_first_tree_of_a_run_is_the_authors(golden, target, prompts):
     np.testing.assert_allclose(features[:, : expected.shape[1]], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.0, 0.9), Sampling(1.0, 1.0, 20)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(Sampling(0.7), marks=pytest.mark.slow), Sampling(1.0, 0.9, 20)], ids=str
+)
 def test_a_sampled_tree_emits_what_plain_sampling_emits(target, prompts, sampling):
     """The same noise at the same place: token for token, whatever the drafter proposes."""
     tokens, lengths = prompts

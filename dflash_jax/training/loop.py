@@ -143,12 +143,14 @@ def run_steps(training: Training, state: TrainState, batches: ReadAhead, *, at: 
     except ReadingFault as fault:
         if saved < step:
             save(None)
+        checkpoints.settle(wait=True)
         planned = at.plan[batches.cursor]
         ids = ", ".join(map(str, planned.record_ids[planned.record_ids >= 0][:12]))
         kind = HangError if isinstance(fault, StuckReader) else UserError
         raise kind(
             f"data: batch {batches.cursor} of the plan (bucket {planned.bucket}, records {ids}, ..) could not be "
-            f"read: {fault}; step {saved} is the last one saved, from which the same command continues"
+            f"read: {fault}; step {checkpoints.last_step} is the last one saved, from which the same command "
+            "continues"
         ) from fault
     log.flush()
     guard.check()

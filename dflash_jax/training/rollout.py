@@ -54,8 +54,6 @@ def check_evaluation(recipe: Recipe) -> None:
         raise UserError(f"eval.budgets: found {budgets}, which names {twice[0]} twice; name each budget once")
 
 
-
-
 def heldout_prompts(data: Dataset, count: int) -> list[np.ndarray]:
     """The tokens [n] before the first supervised one, of the first `count` records that have such tokens."""
     prompts = list[np.ndarray]()
