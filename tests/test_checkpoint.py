@@ -191,7 +191,9 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path):
         save_well(checkpoints, 1)
         save_refused(checkpoints, 2)
         save_refused(checkpoints, 3)
-        with pytest.raises(UserError, match=r"checkpoint.max_failures: 3 saves in a row .* step 4; .* of step 1,"):
+        with pytest.raises(
+            UserError, match=r"checkpoint.max_failures: 3 saves in a row .* step 4; .* of step 1\. "
+        ):
             save_refused(checkpoints, 4)
         save_well(checkpoints, 5)
     assert checkpoint_files.saved(tmp_path / "checkpoints") == [1, 5]
@@ -202,7 +204,7 @@ def test_a_last_save_that_fails_is_an_error(tmp_path):
         with Checkpoints(tmp_path / "checkpoints", keep=2, max_failures=9, warn=lambda _: None) as checkpoints:
             save_refused(checkpoints, 1)
 
-    with pytest.raises(UserError, match=r"the last state could not be saved in .*; there is none yet"):
+    with pytest.raises(UserError, match=r"the last state could not be saved in .*; nothing is saved yet"):
         ends_with_a_full_disk()
 
 

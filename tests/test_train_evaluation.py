@@ -180,6 +180,7 @@ def test_an_evaluation_better_than_all_before_is_saved_and_stays(recipe, accept_
     assert checkpoint_files.saved(recipe.root / "better" / "checkpoints") == [6, 9]
 
 
+@pytest.mark.slow
 def test_what_was_set_aside_is_not_compared_with(recipe, accept_lengths):
     accept_lengths.update(enumerate([1.0, 1.0, 1.5, 3.0]))
     run = trained(recipe, "aside", "eval.every=3")  # at steps 0, 3, 6, 8

@@ -8,6 +8,7 @@ removed. What a disk refuses is a warning until it has refused several saves in 
 import concurrent.futures
 import math
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -48,11 +49,13 @@ class Checkpoints:
         # step, accept length, and the end of its save
         self._in_flight: tuple[int, float | None, concurrent.futures.Future[None]] | None = None
         self._failures = 0
+        self._unraisable_before = sys.unraisablehook
         checkpoint_files.clean(self.directory)
         self.last_step = max(checkpoint_files.saved(self.directory), default=0)
         self._best = max(checkpoint_files.accept_lengths(self.directory).values(), default=-math.inf)
 
     def __enter__(self) -> Self:
+        sys.unraisablehook = self._unraisable
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -65,6 +68,7 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
             self._writer.close()
+            sys.unraisablehook = self._unraisable_before
 
     @property
     def saving(self) -> bool:
@@ -122,7 +126,7 @@ class Checkpoints:
         if self._failures:
             raise UserError(
                 f"the last state could not be saved in {self.directory}; {self._whole()}. Once the disk takes "
-                "files again, the same command continues from there"
+                "files again, the same command goes on"
             )
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, int]:
@@ -152,12 +156,17 @@ class Checkpoints:
         if self._failures >= self._max_failures:
             raise UserError(
                 f"checkpoint.max_failures: {self._failures} saves in a row have failed, the last at step {step}; "
-                f"{self._whole()}, from which the same command continues"
+                f"{self._whole()}. Once the disk takes files again, the same command goes on"
             )
+
+    def _unraisable(self, found: "sys.UnraisableHookArgs") -> None:
+        """Say nothing of writes that go on after the refused one, and find that nobody waits for them."""
+        if str(found.exc_value) != "Event loop is closed":
+            self._unraisable_before(found)
 
     def _whole(self) -> str:
         if not self.last_step:
-            return "there is none yet"
+            return "nothing is saved yet"
         return f"the last whole checkpoint is that of step {self.last_step}"
 
 
