@@ -140,13 +140,16 @@ def describe(schema: type) -> str:
     return "\n".join(lines)
 
 
-def run_entry_point(main: Callable[[list[str]], int | None], *, usage: str, schema: type) -> None:
+def run_entry_point(
+    main: Callable[[list[str]], int | None], *, usage: str = "", schema: type | None = None
+) -> None:
     """Run `main(arguments)` as a process: a UserError is one line on stderr and exit status 2.
 
-    --help prints the usage and the keys of the schema instead. `debug=true` lets the traceback through.
+    With a schema, --help prints the usage and its keys instead; without one, that is main's own affair.
+    `debug=true` lets the traceback through.
     """
     arguments = sys.argv[1:]
-    if {"-h", "--help"} & set(arguments):
+    if schema is not None and {"-h", "--help"} & set(arguments):
         print(f"{usage}\n{describe(schema)}")
         sys.exit(0)
     debug = "debug=true" in arguments

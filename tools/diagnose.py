@@ -8,10 +8,10 @@ Exit status 0: no findings. 1: findings. 2: an argument or a file is wrong.
 
 import argparse
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from dflash_jax.arguments import run_entry_point
 from dflash_jax.diagnosis.comparison import compare
 from dflash_jax.diagnosis.diagnose import diagnose
 from dflash_jax.diagnosis.page import write_page
@@ -48,8 +48,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    run_entry_point(main)

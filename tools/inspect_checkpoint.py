@@ -6,10 +6,10 @@ STEP is latest, best or a number. Exit status 1 if a file is not as it was writt
 """
 
 import pathlib
-import sys
 
 import numpy as np
 
+from dflash_jax.arguments import run_entry_point
 from dflash_jax.errors import UserError
 from dflash_jax.training import checkpoint_files
 from dflash_jax.training.checkpoint import read_arrays
@@ -81,8 +81,4 @@ def compare(folder: pathlib.Path, first: int, second: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_entry_point(main)

@@ -9,7 +9,6 @@ finite.
 
 import functools
 import pathlib
-import sys
 from collections.abc import Iterator
 
 import jax
@@ -19,7 +18,7 @@ import optax
 from flax import nnx
 
 from dflash_jax import resolve
-from dflash_jax.arguments import build, find_named, read_yaml
+from dflash_jax.arguments import build, find_named, read_yaml, run_entry_point
 from dflash_jax.config import MeshLayout
 from dflash_jax.drafters import open_run, training_records
 from dflash_jax.errors import UserError
@@ -127,8 +126,4 @@ def faults(what: str, tree: nnx.State) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_entry_point(main)
