@@ -32,9 +32,11 @@ def main(arguments: list[str]) -> int:
 def saved_step(folder: pathlib.Path, wanted: str) -> int:
     """The step that is meant, damaged or not. Raises UserError if there is none."""
     steps = checkpoint_files.saved(folder)
+    if not steps:
+        raise UserError(f"{folder} holds no checkpoint; name the directory of a run that has saved one")
     if wanted.isdecimal() and int(wanted) in steps:
         return int(wanted)
-    if wanted == "latest" and steps:
+    if wanted == "latest":
         return steps[-1]
     return checkpoint_files.chosen_step(folder, wanted, key="STEP")
 

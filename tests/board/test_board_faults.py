@@ -9,32 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from event_files import layouts_of, purges_of, steps_in
+from event_files import add_steps, layouts_of, purges_of, steps_in
 
 from dflash_jax.errors import UserError
 from dflash_jax.monitor import board
 from dflash_jax.monitor.board import Board, record
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "run" / "tensorboard"
-
-
-@pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def opened(folder, said):
-    with contextlib.closing(Board(folder, resumed_at=0, warn=said.append)) as opened:
-        yield opened
-
-
-def add_steps(opened, steps):
-    for step in steps:
-        opened.add_step({"step": step, "loss": step / 2})
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import contextlib
 import re
 
 import pytest
-from event_files import events_of, layouts_of, purges_of, steps_in, values_of
+from event_files import add_steps, events_of, layouts_of, purges_of, steps_in, values_of
 from tensorboardX.proto.layout_pb2 import Layout
 
 from dflash_jax.monitor.board import Board, record
@@ -62,27 +62,6 @@ EVALUATION = {
     "decode_accept_len": 1.125,
     "acc_by_position": [0.5, "nan"],
 }
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "run" / "tensorboard"
-
-
-@pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def opened(folder, said):
-    with contextlib.closing(Board(folder, resumed_at=0, warn=said.append)) as opened:
-        yield opened
-
-
-def add_steps(opened, steps):
-    for step in steps:
-        opened.add_step({"step": step, "loss": step / 2})
 
 
 def test_every_figure_of_a_step_has_its_tag(folder, opened, said):
