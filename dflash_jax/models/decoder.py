@@ -18,7 +18,7 @@ from dflash_jax.models.attention import Attention, AttentionConfig
 from dflash_jax.models.cache import KVRows
 from dflash_jax.models.delta_net import DeltaMemory, DeltaNetConfig, GatedDeltaNet
 from dflash_jax.models.experts import ExpertsConfig, SparseMLP
-from dflash_jax.models.layers import Embedding, Linear, RMSNorm, SwiGLU
+from dflash_jax.models.layers import Embedding, Linear, RMSNorm, SwiGLU, product
 from dflash_jax.models.rope import Rope
 from dflash_jax.models.sight import Sight
 from dflash_jax.models.target_cache import CacheStep, TargetCache
@@ -216,9 +216,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., V] float32 from a last hidden state [..., E]."""
-        found = jnp.einsum(
-            "...e,ve->...v", hidden, self.head.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
+        found = product(hidden, self.head[...], dtype=jnp.float32)
         cap = self.config.logit_softcap
         return found if cap is None else cap * jnp.tanh(found / cap)
 

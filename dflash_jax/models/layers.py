@@ -21,6 +21,28 @@ def weight(rngs: nnx.Rngs, axes: str, *shape: int, init: Init | None = None) -> 
     return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=tuple(axes.split()))
 
 
+def product(x: jax.Array, weight: jax.Array, *, dtype: jnp.dtype | None = None) -> jax.Array:
+    """W x, [..., O] from x [..., I] and W [O, I], in `dtype`: float32, or None for x's own."""
+    weight = weight.astype(x.dtype)
+    if x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        return _product_on_cpu(x, weight).astype(dtype or x.dtype)
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
+
+
+def _product_on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The float32 product of bfloat16 arrays in the one form for which XLA uses a processor's own instructions.
+
+    That is two rows or more, of two dimensions, and a float32 result: for one row there is a loop eight times as
+    slow, of more dimensions the weight is transposed first, and for a bfloat16 result it is turned to float32.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    if count == 1:
+        rows = jnp.concatenate([rows, rows])
+    y = jnp.einsum("ri,oi->ro", rows, weight, preferred_element_type=jnp.float32)
+    return y[:count].reshape(*x.shape[:-1], -1)
+
+
 class Linear(nnx.Module):
     """y = W x (+ b) with W of [out, in]; `axes` names the two dimensions, output first."""
 
@@ -30,7 +52,7 @@ class Linear(nnx.Module):
             self.bias = weight(rngs, axes.split()[0], shape[0], init=nnx.initializers.zeros)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum("...i,oi->...o", x, self.weight.astype(x.dtype))
+        y = product(x, self.weight[...])
         return y + self.bias.astype(x.dtype) if hasattr(self, "bias") else y
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.models.layers import product
 from dflash_jax.objective.slot_weights import SlotWeights
 from dflash_jax.objective.terms import overlap, term_loss
 
@@ -27,8 +28,7 @@ class Head(NamedTuple):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., V] float32 logits of hidden states [..., E], without the offsets."""
-        rows = self.rows.astype(hidden.dtype)
-        logits = jnp.einsum("...D,VD->...V", hidden, rows, preferred_element_type=jnp.float32)
+        logits = product(hidden, self.rows, dtype=jnp.float32)
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
 
