@@ -239,6 +239,7 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(recipe, head_sampl
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_mixed_terms_with_noise_are_logged_and_do_not_depend_on_the_feature_cache(recipe):
     mixed = [
         "objective.terms={ce: 0.5, tv: 0.5}",
@@ -280,6 +281,7 @@ def test_evaluation_is_without_noise(recipe, finished):
     assert "noise_std" not in lines(run, "eval_log.jsonl")[0].keys() | lines(finished)[0].keys()
 
 
+@pytest.mark.slow
 def test_a_drafter_narrower_than_its_target_learns_and_decodes_without_changing_a_token(recipe):
     assert train.main(recipe.arguments("narrow", "drafter.width=24", "optim.lr=1e-2", "eval.every=0")) == 0
     run = recipe.root / "narrow"

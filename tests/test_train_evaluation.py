@@ -190,6 +190,7 @@ def test_what_was_set_aside_is_not_compared_with(recipe, accept_lengths):
     assert checkpoint_files.accept_lengths(run / "checkpoints") == {9: 2.0, 10: 1.25}
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_evaluations_and_the_same_checkpoints(recipe, whole, compiled_once):
     run = recipe.root / "killed"
     command = [sys.executable, "-m", "dflash_jax.train"]
