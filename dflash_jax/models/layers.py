@@ -6,11 +6,14 @@ Parameters keep the dtype they were made with; they are cast to the activation's
 Norms are computed in float32 and cast back.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+FEW_ROWS = 32  # on a CPU; of more, copying a weight costs less than its product
 
 Init = Callable[..., jax.Array]  # (key, shape, dtype) -> array
 
@@ -24,23 +27,37 @@ def weight(rngs: nnx.Rngs, axes: str, *shape: int, init: Init | None = None) -> 
 def product(x: jax.Array, weight: jax.Array, *, dtype: jnp.dtype | None = None) -> jax.Array:
     """W x, [..., O] from x [..., I] and W [O, I], in `dtype`: float32, or None for x's own."""
     weight = weight.astype(x.dtype)
-    if x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        return _product_on_cpu(x, weight).astype(dtype or x.dtype)
-    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and x.dtype == jnp.bfloat16:
+        y = _bfloat16_on_cpu(flat, weight)
+    elif on_cpu and x.dtype == jnp.float32 and 1 < flat.shape[0] <= FEW_ROWS:
+        y = _few_rows_on_cpu(flat, weight)
+    else:
+        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
+    return y.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
 
 
-def _product_on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The float32 product of bfloat16 arrays in the one form for which XLA uses a processor's own instructions.
+def _bfloat16_on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[R, O] float32 in the one form for which XLA uses a processor's own instructions for bfloat16.
 
     That is two rows or more, of two dimensions, and a float32 result: for one row there is a loop eight times as
     slow, of more dimensions the weight is transposed first, and for a bfloat16 result it is turned to float32.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    if count == 1:
-        rows = jnp.concatenate([rows, rows])
+    rows = jnp.concatenate([x, x]) if x.shape[0] == 1 else x
     y = jnp.einsum("ri,oi->ro", rows, weight, preferred_element_type=jnp.float32)
-    return y[:count].reshape(*x.shape[:-1], -1)
+    return y[: x.shape[0]]
+
+
+def _few_rows_on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[R, O] of a few rows, such as a block's, with the weight as the left factor.
+
+    XLA copies the right factor into another layout at each call, which for a weight costs more than the product.
+    The barrier keeps it from exchanging the factors again; whole eights of rows are its kernels' fast case.
+    """
+    rows = jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))
+    y = jax.lax.optimization_barrier(jnp.einsum("oi,ri->or", weight, rows))
+    return y.T[: x.shape[0]]
 
 
 class Linear(nnx.Module):
