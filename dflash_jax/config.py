@@ -243,11 +243,10 @@ class EvaluateConfig:
     decode: str = option("plain,chain", "ways to decode, separated by commas: plain, chain, tree")
     budget: str = option("15,32,64", "nodes of a tree besides its root, one number or several")
     block_size: int | None = option(None, "slots drafted at a time; null: the drafter's own", low=2)
-    confidence: float = option(
+    min_accept: float = option(
         0.0,
-        "drafts less likely to be accepted are not verified, and few are made where none is accepted; 0: all are",
+        "drafts are not verified where fewer are expected to be accepted, and few are made where none is; 0: all",
         low=0.0,
-        high=1.0,
     )
     draft_vocab: int | None = option(
         None, "draft only so many tokens, those most frequent in the training data of `run`; null: all", low=2

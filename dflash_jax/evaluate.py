@@ -171,7 +171,7 @@ def list_ways(
         if slots > most:
             raise UserError(f"block_size: found {slots}, but {source.path} drafts blocks of at most {most}")
         every = ([None] if CHAIN in kinds else []) + (list(budgets) if TREE in kinds else [])
-        ways += [Way(TREE if budget else CHAIN, source.name, budget, slots, config.confidence) for budget in every]
+        ways += [Way(TREE if budget else CHAIN, source.name, budget, slots, config.min_accept) for budget in every]
     return ways
 
 

@@ -197,12 +197,12 @@ def test_cheaper_drafting_is_passed_on(canned, recipe, run, prompts):
     records = prepare_records(
         [recipe.root / "train.jsonl"], run / "data" / "train", preparation=preparation, workers=1
     )
-    options = ["draft_vocab=9", "confidence=0.25", "limit=1", "simulate=false"]
+    options = ["draft_vocab=9", "min_accept=0.25", "limit=1", "simulate=false"]
     assert evaluate.main([f"run={run}", f"prompts={prompts}", *options]) == 0
     _, supervised = records.token_counts()
     most = np.argsort(-supervised, kind="stable")[:9]
     assert Canned.speculators["ours"].frozen.draft_tokens.tolist() == sorted(most.tolist())
-    assert {(way.kind, way.confidence) for way in Canned.ways} == {(PLAIN, 0.0), (CHAIN, 0.25)}
+    assert {(way.kind, way.min_accept) for way in Canned.ways} == {(PLAIN, 0.0), (CHAIN, 0.25)}
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def sampled(way, target, sampling, seed, **options):
 WAYS = {
     "plain": (generate, {}),
     "chain": (generate_chain, {"taps": (0, 1)}),
-    "chain that ends early": (generate_chain, {"taps": (0, 1), "confidence": 0.3}),
+    "chain that ends early": (generate_chain, {"taps": (0, 1), "min_accept": 1.2}),
     "tree": (generate_tree, {"taps": (0, 1), "budget": 5}),
-    "tree without unlikely nodes": (generate_tree, {"taps": (0, 1), "budget": 5, "confidence": 0.1}),
+    "tree without unlikely nodes": (generate_tree, {"taps": (0, 1), "budget": 5, "min_accept": 1.0}),
 }
 
 

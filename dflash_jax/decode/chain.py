@@ -7,9 +7,9 @@ Greedy, a draft is accepted if it is the target's own choice, and the text is th
 temperature drafts are drawn and accepted by rejection sampling (rejection.py), and the text is distributed as
 plain samples are.
 
-Drafts that will hardly survive need not be verified. With a confidence c, a round ends its block before the first
-slot k with  max q_1 * .. * max q_k < c,  which estimates the chance that k drafts are accepted. That looks at the
-distributions, never at what was drawn from them, so that samples stay exact.
+Drafts that will hardly survive need not be verified (early_end.py). The chance that k drafts are accepted is
+estimated by  max q_1 * .. * max q_k.  That looks at the distributions, never at what was drawn from them, so that
+samples stay exact.
 """
 
 import jax
@@ -38,12 +38,12 @@ def generate_chain(
     sampling: Sampling = GREEDY,
     keys: jax.Array | None = None,
     width: int | None = None,
-    confidence: float = 0.0,
+    min_accept: float = 0.0,
 ) -> Decoded:
     """Continuations of prompts [B, P] of `lengths` [B], drafted by `drafter` in blocks of `width` slots.
 
     keys: [B] random keys, needed unless the sampling is greedy; width: None is the drafter's block size;
-    confidence: of the most confident row, below which slots are not verified; 0 verifies all.
+    min_accept: drafts to expect, of the most promising row, below which none are verified; 0 verifies all.
     """
     slots = width or drafter.config.block_size
 
@@ -59,12 +59,12 @@ def generate_chain(
                 q, drafts = jax.nn.softmax(left, axis=-1), jax.vmap(jax.random.categorical)(random(at, 0), left)
             return drafts.astype(jnp.int32), q, jnp.cumprod(q.max(axis=-1), axis=1)
 
-        drafts, q, survival = draft_unless(at.resting, draft, confidence=confidence)
+        drafts, q, survival = draft_unless(at.resting, draft, min_accept=min_accept)
 
         def verify(at: Anchors, *, length: int) -> Outcome:
             return verdict(at, drafts[:, : length - 1], q[:, : length - 1])
 
-        return verify_promising(verify, at, survival, confidence=confidence)
+        return verify_promising(verify, at, survival, min_accept=min_accept)
 
     def verdict(at: Anchors, drafts: jax.Array, q: jax.Array) -> Outcome:
         """What the target says of drafts [B, D] from the distributions q [B, D, V'], padded to all slots."""

@@ -1,7 +1,7 @@
-"""Verifying only what is likely to be accepted: the first slots of a chain, the most probable nodes of a tree.
+"""Verifying only what pays: the first slots of a chain, the most probable nodes of a tree, or nothing at all.
 
 How many those are is known while decoding only, and shapes are static, so there is one program for each of a few
-lengths, of which a round runs the next longer one. A round that rests (speculate.Pace) does not even draft.
+lengths, of which a round runs one. A round that rests (speculate.Pace) does not even draft.
 """
 
 import functools
@@ -14,6 +14,8 @@ import numpy as np
 
 from dflash_jax.decode.speculate import Anchors, Outcome
 
+FEW = 8  # tokens that cost about as much to verify as two do: they share the reading of the weights
+
 Draft = TypeVar("Draft")
 
 
@@ -25,9 +27,9 @@ class Verify(Protocol):
         ...
 
 
-def draft_unless(resting: jax.Array, draft: Callable[[], Draft], *, confidence: float) -> Draft:
-    """What `draft` returns, or zeros in a round without a draft; without a confidence there is no such round."""
-    if confidence == 0:
+def draft_unless(resting: jax.Array, draft: Callable[[], Draft], *, min_accept: float) -> Draft:
+    """What `draft` returns, or zeros in a round without a draft; with min_accept 0 there is no such round."""
+    if min_accept == 0:
         return draft()
     nothing = jax.eval_shape(draft)
     return jax.lax.cond(
@@ -35,18 +37,21 @@ def draft_unless(resting: jax.Array, draft: Callable[[], Draft], *, confidence: 
     )
 
 
-def verify_promising(verify: Verify, at: Anchors, probability: jax.Array, *, confidence: float) -> Outcome:
-    """The verdict on the drafts that are accepted with at least `confidence`, and on a few more.
+def verify_promising(verify: Verify, at: Anchors, probability: jax.Array, *, min_accept: float) -> Outcome:
+    """The verdict on the drafts that are worth a target pass, which may be none.
 
-    probability: [B, D] of each draft, never rising along D; confidence: of the most confident row that is not
-    done; 0 verifies all drafts.
+    probability: [B, D] of each draft to be accepted, never rising along D; its sum is the number to expect.
+    min_accept: what must be expected of all drafts up to a length, and of those up to the next longer one, for
+    these to be verified, in the most promising row that is not done; 0 verifies all drafts.
     """
     most = probability.shape[1] + 1
-    if confidence == 0:
+    if min_accept == 0:
         return verify(at, length=most)
-    lengths = [2**power for power in range((most - 1).bit_length())] + [most]
-    worth = 1 + ((probability >= confidence) & at.active[:, None]).sum(axis=1).max()
-    which = jnp.searchsorted(np.array(lengths), worth).astype(jnp.int32)
+    lengths = [1, *lengths_to(most)]
+    expected = jnp.where(at.active[:, None], jnp.cumsum(probability, axis=1), 0)
+    expected = jnp.pad(expected, ((0, 0), (1, 0)))[:, np.array(lengths) - 1]
+    worth = (jnp.diff(expected, axis=1) >= min_accept).any(axis=0)
+    which = jnp.cumprod(worth).sum().astype(jnp.int32)
     shapes = jax.eval_shape(functools.partial(verify, length=most), at)
     out = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     out = out._replace(cache=at.cache, context=at.context)
@@ -60,3 +65,8 @@ def verify_promising(verify: Verify, at: Anchors, probability: jax.Array, *, con
 
         which, out = jax.lax.while_loop(lambda carry, place=place: carry[0] == place, once, (which, out))
     return out
+
+
+def lengths_to(most: int) -> list[int]:
+    """Tokens that are verified together, the anchor among them: FEW, twice that and so on, and `most`."""
+    return [FEW * 2**power for power in range(most.bit_length()) if FEW * 2**power < most] + [most]

@@ -24,6 +24,7 @@ from dflash_jax.models.target import Target
 from dflash_jax.models.target_cache import TargetCache
 from dflash_jax.objective.objective import Frozen
 
+PATIENCE = 3  # drafts in a row that may come to nothing
 LONGEST_REST = 31  # plain steps between two drafts
 
 
@@ -68,7 +69,7 @@ class Outcome(NamedTuple):
 
 class Pace(NamedTuple):
     """How often to draft. vain: [] int32, drafts in a row of which nothing was accepted; rest: [] int32, plain
-    steps before the next draft: none after the first such draft, then 1, 3, 7, and LONGEST_REST at most."""
+    steps before the next draft: none up to PATIENCE such drafts, then 1, 3, 7, and LONGEST_REST at most."""
 
     vain: jax.Array
     rest: jax.Array
@@ -81,7 +82,7 @@ class Pace(NamedTuple):
     def after(self, accepted: jax.Array) -> Self:
         """Of the next round; accepted: [] bool, whether this one accepted a draft."""
         vain = jnp.where(accepted, 0, self.vain + 1)
-        rest = jnp.minimum(2 ** jnp.maximum(vain - 1, 0) - 1, LONGEST_REST)
+        rest = jnp.minimum(2 ** jnp.maximum(vain - PATIENCE, 0) - 1, LONGEST_REST)
         resting = self.rest > 0
         return type(self)(jnp.where(resting, self.vain, vain), jnp.where(resting, self.rest - 1, rest))
 

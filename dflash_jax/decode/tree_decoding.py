@@ -38,13 +38,13 @@ def generate_tree(
     sampling: Sampling = GREEDY,
     keys: jax.Array | None = None,
     width: int | None = None,
-    confidence: float = 0.0,
+    min_accept: float = 0.0,
 ) -> Decoded:
     """Continuations of prompts [B, P] of `lengths` [B], drafted as trees of `budget` nodes behind the anchor.
 
     keys: [B] random keys, needed unless the sampling is greedy; width: slots of a block, and so the deepest node's
-    depth and one more; None is the drafter's block size; confidence: nodes less probable than that, in the most
-    confident row, are not verified; 0 verifies all.
+    depth and one more; None is the drafter's block size; min_accept: drafts to expect, of the most promising row,
+    below which no nodes are verified; 0 verifies all.
     """
     slots = width or drafter.config.block_size
 
@@ -54,9 +54,9 @@ def generate_tree(
             tokens, log_probs = candidates(logits, budget)
             return jax.vmap(functools.partial(best_tree, budget=budget))(frozen.tokens_of(tokens), log_probs)
 
-        tree = draft_unless(at.resting, draft, confidence=confidence)
+        tree = draft_unless(at.resting, draft, min_accept=min_accept)
         probability = jnp.where(tree.valid, jnp.exp(tree.scores), 0)
-        return verify_promising(functools.partial(verdict, tree), at, probability, confidence=confidence)
+        return verify_promising(functools.partial(verdict, tree), at, probability, min_accept=min_accept)
 
     def verdict(tree: Tree, at: Anchors, *, length: int) -> Outcome:
         """What the target says of the anchor and of the first length - 1 nodes of the tree [B]."""

@@ -26,13 +26,13 @@ KINDS = PLAIN, CHAIN, TREE = "plain", "chain", "tree"
 @dataclasses.dataclass(frozen=True)
 class Way:
     """kind: PLAIN, CHAIN or TREE; drafter: its name, None for PLAIN; budget: of a TREE; slots: of a block;
-    confidence: below which drafts are not verified."""
+    min_accept: accepted drafts to expect, below which none are verified."""
 
     kind: str
     drafter: str | None = None
     budget: int | None = None
     slots: int = 1
-    confidence: float = 0.0
+    min_accept: float = 0.0
 
     @property
     def decoding(self) -> str:
@@ -163,7 +163,7 @@ def _decode(
     if speculator is None:
         found = generate(target, prompts, lengths, **options)
         return found.tokens, found.lengths
-    options |= {"taps": speculator.taps, "width": way.slots, "confidence": way.confidence}
+    options |= {"taps": speculator.taps, "width": way.slots, "min_accept": way.min_accept}
     models = (target, speculator.drafter, speculator.frozen)
     if way.budget is None:
         decoded = generate_chain(*models, prompts, lengths, **options)
