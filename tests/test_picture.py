@@ -10,7 +10,10 @@ from matplotlib.figure import Figure
 from dflash_jax.monitor.picture import draw_report, smooth
 
 LINES = [{"step": step, "loss": 9 / step, "accept_len": 1 + step / 50, "blocks": 40} for step in range(1, 41)]
-EVALUATIONS = [{"step": 0, "accept_len": 1.0}, {"step": 40, "accept_len": 1.75}]
+EVALUATIONS = [
+    {"step": 0, "accept_len": 1.0, "survival_by_position": [0.0, 0.0, 0.0]},
+    {"step": 40, "accept_len": 1.75, "survival_by_position": [0.5, 0.25, 0.125]},
+]
 
 
 def pixels(file):
@@ -29,25 +32,24 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lines", "evaluations", "shares"),
+    ("lines", "evaluations"),
     [
-        (LINES, EVALUATIONS, [0.5, 0.25, 0.125]),
-        (LINES, [], None),
-        (LINES[:1], [], []),
-        (LINES[:1], EVALUATIONS[:1], [0.5]),
-        ([], EVALUATIONS[:1], None),
-        ([], [], None),
-        ([{"step": 1, "loss": "nan", "accept_len": "nan", "blocks": 0}], [], None),
+        (LINES, EVALUATIONS),
+        (LINES, []),
+        (LINES[:1], EVALUATIONS[:1]),
+        ([], EVALUATIONS[:1]),
+        ([], []),
+        ([{"step": 1, "loss": "nan", "accept_len": "nan", "blocks": 0}], []),
     ],
-    ids=["whole", "no evaluation", "one step", "one of each", "not trained", "empty", "only a bad step"],
+    ids=["whole", "no evaluation", "one of each", "not trained", "empty", "only a bad step"],
 )
-def test_the_picture_has_its_size(tmp_path, lines, evaluations, shares):
-    draw_report(lines, evaluations, shares, tmp_path / "report.png", title="a run")
+def test_the_picture_has_its_size(tmp_path, lines, evaluations):
+    draw_report(lines, evaluations, tmp_path / "report.png", title="a run")
     assert pixels(tmp_path / "report.png") == (1600, 500)
 
 
 def test_the_panels_hold_the_numbers(tmp_path, drawn):
-    draw_report(LINES, EVALUATIONS, [0.5, 0.25, 0.125], tmp_path / "report.png", title="a run")
+    draw_report(LINES, EVALUATIONS, tmp_path / "report.png", title="a run")
     (figure,) = drawn
     loss, accept, survival = figure.axes
     assert figure.get_suptitle() == "a run"
@@ -65,10 +67,11 @@ def test_the_panels_hold_the_numbers(tmp_path, drawn):
 
 def test_an_evaluation_that_decoded_only_is_no_point_of_the_curve(tmp_path, drawn):
     decoded = {"step": 44, "decode_accept_len": 1.5}
-    draw_report(LINES, [*EVALUATIONS, decoded], None, tmp_path / "report.png", title="a run")
+    draw_report(LINES, [*EVALUATIONS, decoded], tmp_path / "report.png", title="a run")
     curve = drawn[0].axes[1].lines[1]
     assert curve.get_xydata().tolist() == [[0, 1.0], [40, 1.75]]
     assert curve.get_label() == "held-out, last 1.75"
+    assert [bar.get_height() for bar in drawn[0].axes[2].patches] == [0.5, 0.25, 0.125]
 
 
 def test_smoothing_pools_the_neighbours_by_weight():

@@ -25,7 +25,7 @@ from dflash_jax.models.target_cache import TargetCache
 from dflash_jax.objective.objective import Frozen
 
 PATIENCE = 3  # drafts in a row that may come to nothing
-LONGEST_REST = 31  # plain steps between two drafts
+LONGEST_REST = 7  # plain steps between two drafts
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +69,7 @@ class Outcome(NamedTuple):
 
 class Pace(NamedTuple):
     """How often to draft. vain: [] int32, drafts in a row of which nothing was accepted; rest: [] int32, plain
-    steps before the next draft: none up to PATIENCE such drafts, then 1, 3, 7, and LONGEST_REST at most."""
+    steps before the next draft: none up to PATIENCE such drafts, then 1, 3, and LONGEST_REST at most."""
 
     vain: jax.Array
     rest: jax.Array

@@ -150,13 +150,11 @@ def _draw(evaluation: Evaluation, file: pathlib.Path) -> None:
 
 
 def _training_picture(evaluation: Evaluation, run: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """The run's picture, with the acceptance of its own drafter as it was decoded first."""
+    """The run's picture, from its logs."""
     file, own = folder / "training.png", evaluation.sources[0]
-    first = next(way for way in evaluation.reports[-1].ways if way.way.drafter == own.name)
     draw_report(
         list(read_lines(run / "train_log.jsonl")),
         list(read_lines(run / "eval_log.jsonl")),
-        first.survival_by_position,
         file,
         title=f"{evaluation.target.name}: DFlash drafter, block {own.config.block_size}",
     )

@@ -30,7 +30,6 @@ def smooth(values: np.ndarray, weights: np.ndarray, *, reach: int) -> np.ndarray
 def draw_report(
     train_lines: list[dict],
     evaluations: list[dict],
-    heldout_by_position: list[float] | None,
     file: pathlib.Path,
     *,
     title: str,
@@ -38,14 +37,15 @@ def draw_report(
     """Write the picture, 1600 x 500 pixels, to a PNG file.
 
     train_lines: of train_log.jsonl, with step, loss, accept_len and, to weigh the smoothing, blocks.
-    evaluations: of eval_log.jsonl, with step and accept_len; those that decoded only have none and are left out.
-    heldout_by_position: share of held-out blocks drafted right from position 1 to each of 1, 2, .. W - 1.
+    evaluations: of eval_log.jsonl, with step, accept_len and survival_by_position, the share of held-out blocks
+    drafted right from position 1 to each of 1, 2, .. W - 1; those that decoded only have none and are left out.
     """
     drawn = figure(title)
     loss, accept_length, survival = drawn.subplots(1, 3)
     _draw_loss(loss, train_lines)
-    _draw_accept_length(accept_length, train_lines, [line for line in evaluations if "accept_len" in line])
-    _draw_survival(survival, heldout_by_position or [])
+    forced = [line for line in evaluations if "accept_len" in line]
+    _draw_accept_length(accept_length, train_lines, forced)
+    _draw_survival(survival, forced[-1]["survival_by_position"] if forced else [])
     drawn.savefig(file, format="png")
 
 
