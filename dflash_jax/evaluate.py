@@ -170,6 +170,11 @@ def list_ways(
         slots = config.block_size or most
         if slots > most:
             raise UserError(f"block_size: found {slots}, but {source.path} drafts blocks of at most {most}")
+        if config.min_accept > slots - 1:
+            raise UserError(
+                f"min_accept: found {config.min_accept:g}, but {source.path} drafts {slots - 1} tokens at a time, "
+                f"so nothing would ever be verified; set at most {slots - 1}"
+            )
         every = ([None] if CHAIN in kinds else []) + (list(budgets) if TREE in kinds else [])
         ways += [Way(TREE if budget else CHAIN, source.name, budget, slots, config.min_accept) for budget in every]
     return ways

@@ -226,6 +226,10 @@ def test_cheaper_drafting_is_passed_on(canned, recipe, run, prompts):
             "draft_vocab: found 9, but only run= has data to count tokens in",
         ),
         (["run={run}", "block_size=5"], "block_size: found 5, but .*ours drafts blocks of at most 4"),
+        (
+            ["run={run}", "min_accept=3.5"],
+            "min_accept: found 3.5, but .*ours drafts 3 tokens at a time, .*set at most 3",
+        ),
         (["run={run}", "step=99"], r"step: found '99', allowed: latest, best, or a saved step \(3\)"),
         (["run={run}", "drafter={run}"], "drafter: .*ours is named twice"),
         (["run={run}", "drafter=/nowhere"], "drafter: /nowhere is neither a run directory"),

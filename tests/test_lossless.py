@@ -159,7 +159,7 @@ def test_a_broken_rollback_is_caught(tmp_path, monkeypatch, fault):
 
 
 @pytest.mark.parametrize("way", ["chain", "tree"])
-@pytest.mark.parametrize("least", [2.0, *(pytest.param(c, marks=pytest.mark.slow) for c in (0.2, 99.0))])
+@pytest.mark.parametrize("least", [2.0, *(pytest.param(c, marks=pytest.mark.slow) for c in (3.0, 99.0))])
 def test_leaving_out_what_is_unlikely_changes_no_token_either(tmp_path, least, way):
     target = load_target(save_target(tmp_path / "qwen3_5", "qwen3_5").path)
     options = {"stop": (5, 11), "max_new_tokens": NEW}
@@ -187,7 +187,7 @@ def test_leaving_out_what_is_unlikely_changes_no_token_either(tmp_path, least, w
     if least == 99.0:  # nothing promises that much: plain decoding
         assert most == sum_of_tokens(target, plain)
     else:
-        assert fewest <= most
+        assert fewest < most
 
 
 def sum_of_tokens(target, plain):

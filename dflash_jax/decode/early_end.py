@@ -14,7 +14,7 @@ import numpy as np
 
 from dflash_jax.decode.speculate import Anchors, Outcome
 
-FEW = 8  # tokens that cost about as much to verify as two do: they share the reading of the weights
+SHORTEST = 8  # tokens verified together: they cost about what two do, which read the weights as well
 
 Draft = TypeVar("Draft")
 
@@ -47,7 +47,8 @@ def verify_promising(verify: Verify, at: Anchors, probability: jax.Array, *, min
     most = probability.shape[1] + 1
     if min_accept == 0:
         return verify(at, length=most)
-    lengths = [1, *lengths_to(most)]
+    doubled = (SHORTEST * 2**power for power in range(most.bit_length()))
+    lengths = [1, *(length for length in doubled if length < most), most]
     expected = jnp.where(at.active[:, None], jnp.cumsum(probability, axis=1), 0)
     expected = jnp.pad(expected, ((0, 0), (1, 0)))[:, np.array(lengths) - 1]
     worth = (jnp.diff(expected, axis=1) >= min_accept).any(axis=0)
@@ -65,8 +66,3 @@ def verify_promising(verify: Verify, at: Anchors, probability: jax.Array, *, min
 
         which, out = jax.lax.while_loop(lambda carry, place=place: carry[0] == place, once, (which, out))
     return out
-
-
-def lengths_to(most: int) -> list[int]:
-    """Tokens that are verified together, the anchor among them: FEW, twice that and so on, and `most`."""
-    return [FEW * 2**power for power in range(most.bit_length()) if FEW * 2**power < most] + [most]
